@@ -1,0 +1,1 @@
+"""Bytes to batches: sources, tokenizer, packing, streams, held-out data."""
