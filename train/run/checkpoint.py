@@ -138,7 +138,7 @@ class Checkpoints:
                 "optimizer: "
                 + "; ".join(differences[:MAX_DIFFERENCES_SHOWN])
                 + (f"; and {more} more" if more > 0 else "")
-                + f". Resume with the config in {self._directory}/{step}/config, "
+                + f". Resume with its config, {self._directory}/{step}/config/metadata, "
                 "or use a new workdir"
             )
 
