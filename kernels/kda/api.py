@@ -1,0 +1,229 @@
+"""The public KDA operator: checks a call, completes its arguments, picks an implementation.
+
+Letters: B batch, T time, H value heads, Q query/key heads, K key dim, V value dim.
+"""
+
+from collections.abc import Callable
+from functools import reduce
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from kernels.kda.chunked import kda_chunked
+from kernels.kda.operands import KdaInputs, KdaOptions
+from kernels.kda.reference import kda_reference
+from kernels.kda.tiles import TILE
+
+GateKind = Literal["bounded", "softplus", "log_decay"]
+_GATE_KINDS = ("bounded", "softplus", "log_decay")
+
+# Every implementation takes the same validated (KdaInputs, KdaOptions).
+Implementation = Callable[[KdaInputs, KdaOptions], tuple[jax.Array, jax.Array]]
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "reference": kda_reference,
+    "xla": kda_chunked,
+}
+
+
+def kda(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    gate: jax.Array,
+    beta: jax.Array,
+    *,
+    a_log: jax.Array | None = None,
+    dt_bias: jax.Array | None = None,
+    gate_kind: GateKind = "bounded",
+    lower_bound: float | None = -5.0,
+    beta_is_logit: bool = True,
+    use_qk_l2norm: bool = True,
+    scale: float | None = None,
+    initial_state: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    lengths: jax.Array | None = None,
+    chunk_size: int = 64,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Kimi Delta Attention, causal over T (Kimi K3 report Eq. 1-5; Kimi Linear Eq. 1-9).
+
+    Per value head a state S [K, V] decays per key channel and is then corrected towards v:
+
+        S  <- diag(exp(g_t)) S
+        S  <- S + beta_t k_t (v_t - S^T k_t)^T
+        o_t = scale * S^T q_t
+
+    Differentiable in q, k, v, gate, beta, a_log, dt_bias and initial_state; gradients have their
+    input's dtype. Arithmetic and state are float32, or float64 if an input is.
+
+    Args:
+      q, k: [B, T, Q, K]. float32, bfloat16 or float64, like v, gate and beta; float16 is refused,
+        because the decay factors overflow it.
+      v: [B, T, H, V], H a multiple of Q: value head j reads query/key head j // (H / Q).
+      gate: [B, T, H, K]. By gate_kind, with z = gate + dt_bias:
+        "bounded": g = lower_bound * sigmoid(exp(a_log) * z);
+        "softplus": g = -exp(a_log) * softplus(z), lower_bound is not used;
+        "log_decay": g = gate, finite and <= 0, natural logarithm, no a_log or dt_bias.
+      beta: [B, T, H]; a logit (its sigmoid is used) or, with beta_is_logit=False, the strength
+        itself, which is stable in [0, 2].
+      a_log: [H] or None (rate 1). dt_bias: [H, K] or None (no shift).
+      lower_bound: a negative number. For "log_decay" it is the caller's promise that no g lies
+        below it, and None makes no promise. From -5.5 up, 16-row tiles are plain matmuls; below
+        that, or without a promise, a slower path is exact for any g.
+      use_qk_l2norm: divide q and k by sqrt(sum of squares + 1e-6) first.
+      scale: default K ** -0.5; applied after the norm.
+      initial_state: [B, H, K, V] float32 (or float64), zeros if None. Enters the first segment.
+      segment_ids: [B, T] integers, compared only with the previous token's: a change restarts the
+        state from zero. No value is special.
+      lengths: [B] integers. Tokens from there on are inert: o = 0, the state stays, no gradient.
+      chunk_size: a multiple of 16; changes speed and rounding only.
+      implementation: "reference" (token recurrence, the oracle), "xla" (chunked, pure JAX), or None
+        for the best that the backend offers, at present "xla".
+
+    Returns:
+      o [B, T, H, V] in v's dtype, and final_state [B, H, K, V] after the last valid token.
+
+    Raises:
+      ValueError: an argument has a wrong shape, dtype or value, or the implementation is unknown.
+    """
+    _check_shapes(q, k, v, gate, beta, a_log, dt_bias, initial_state, segment_ids, lengths)
+    _check_dtypes(
+        {"q": q, "k": k, "v": v, "gate": gate, "beta": beta, "a_log": a_log, "dt_bias": dt_bias},
+        initial_state,
+        {"segment_ids": segment_ids, "lengths": lengths},
+    )
+    _check_gate(gate_kind, lower_bound, a_log, dt_bias)
+    if chunk_size < TILE or chunk_size % TILE:
+        raise ValueError(
+            f"chunk_size is {chunk_size}; it must be a positive multiple of {TILE}, such as 64"
+        )
+    name = "xla" if implementation is None else implementation
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"implementation is {name!r}; it must be None or one of {sorted(IMPLEMENTATIONS)}"
+        )
+
+    floats = [q, k, v, gate, beta] + [x for x in (a_log, dt_bias, initial_state) if x is not None]
+    dtype = reduce(jnp.promote_types, (x.dtype for x in floats), jnp.float32)
+    state_shape = (*v[:, 0].shape[:2], q.shape[-1], v.shape[-1])
+    inputs = KdaInputs(
+        q,
+        k,
+        v,
+        gate,
+        beta,
+        a_log_H=None if a_log is None else a_log.astype(dtype),
+        dt_bias_HK=None if dt_bias is None else dt_bias.astype(dtype),
+        initial_state_BHKV=(
+            jax.lax.full_like(v, 0, dtype, state_shape)
+            if initial_state is None
+            else initial_state.astype(dtype)
+        ),
+        segment_BT=_count_restarts(segment_ids, lengths),
+        lengths_B=None if lengths is None else lengths.astype(jnp.int32),
+    )
+    options = KdaOptions(
+        gate_kind=gate_kind,
+        lower_bound=None if lower_bound is None else float(lower_bound),
+        beta_is_logit=beta_is_logit,
+        use_qk_l2norm=use_qk_l2norm,
+        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+        chunk_size=chunk_size,
+    )
+    return IMPLEMENTATIONS[name](inputs, options)
+
+
+def _count_restarts(segment_ids: jax.Array | None, lengths: jax.Array | None) -> jax.Array | None:
+    """Number of restarts up to each token [B, T]; tokens behind `lengths` restart nothing."""
+    if segment_ids is None:
+        return None
+    restart_BT = segment_ids[:, 1:] != segment_ids[:, :-1]
+    if lengths is not None:
+        positions_T = jnp.arange(1, segment_ids.shape[1])
+        restart_BT &= positions_T[None, :] < lengths[:, None]
+    return jnp.pad(jnp.cumsum(restart_BT, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
+
+
+def _check_shapes(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    gate: jax.Array,
+    beta: jax.Array,
+    a_log: jax.Array | None,
+    dt_bias: jax.Array | None,
+    initial_state: jax.Array | None,
+    segment_ids: jax.Array | None,
+    lengths: jax.Array | None,
+) -> None:
+    for name, x in (("q", q), ("v", v)):
+        if x.ndim != 4 or 0 in x.shape:
+            raise ValueError(
+                f"{name} has shape {x.shape}; it must be [batch, time, heads, dim] with no empty "
+                "dim, such as (1, 64, 4, 32)"
+            )
+    batch, num_tokens, num_qk_heads, key_dim = q.shape
+    num_heads, value_dim = v.shape[2:]
+    if num_heads % num_qk_heads:
+        raise ValueError(
+            f"v has {num_heads} heads and q has {num_qk_heads}; v's must be a multiple of q's, "
+            f"such as {num_qk_heads} or {2 * num_qk_heads}"
+        )
+    expected = {
+        "k": (k, (batch, num_tokens, num_qk_heads, key_dim)),
+        "v": (v, (batch, num_tokens, num_heads, value_dim)),
+        "gate": (gate, (batch, num_tokens, num_heads, key_dim)),
+        "beta": (beta, (batch, num_tokens, num_heads)),
+        "a_log": (a_log, (num_heads,)),
+        "dt_bias": (dt_bias, (num_heads, key_dim)),
+        "initial_state": (initial_state, (batch, num_heads, key_dim, value_dim)),
+        "segment_ids": (segment_ids, (batch, num_tokens)),
+        "lengths": (lengths, (batch,)),
+    }
+    for name, (x, shape) in expected.items():
+        if x is not None and x.shape != shape:
+            raise ValueError(
+                f"{name} has shape {x.shape}; with q {q.shape} and v {v.shape} it must be {shape}"
+            )
+
+
+def _check_dtypes(
+    floats: dict[str, jax.Array | None],
+    initial_state: jax.Array | None,
+    integers: dict[str, jax.Array | None],
+) -> None:
+    for name, x in floats.items():
+        if x is not None and x.dtype not in (jnp.bfloat16, jnp.float32, jnp.float64):
+            raise ValueError(
+                f"{name} has dtype {x.dtype}; KDA takes float32, bfloat16 or float64 (the decay "
+                "factors overflow float16): cast it to bfloat16"
+            )
+    if initial_state is not None and initial_state.dtype not in (jnp.float32, jnp.float64):
+        raise ValueError(
+            f"initial_state has dtype {initial_state.dtype}; states are kept in float32: cast it"
+        )
+    for name, x in integers.items():
+        if x is not None and not jnp.issubdtype(x.dtype, jnp.integer):
+            raise ValueError(f"{name} has dtype {x.dtype}; it must hold integers, such as int32")
+
+
+def _check_gate(
+    gate_kind: str,
+    lower_bound: float | None,
+    a_log: jax.Array | None,
+    dt_bias: jax.Array | None,
+) -> None:
+    if gate_kind not in _GATE_KINDS:
+        raise ValueError(f"gate_kind is {gate_kind!r}; it must be one of {list(_GATE_KINDS)}")
+    if lower_bound is None and gate_kind == "bounded":
+        raise ValueError(
+            "lower_bound is None; the bounded gate needs a negative number, such as -5.0"
+        )
+    if lower_bound is not None and not lower_bound < 0:
+        raise ValueError(f"lower_bound is {lower_bound}; it must be negative, such as -5.0")
+    if gate_kind == "log_decay" and not (a_log is None and dt_bias is None):
+        raise ValueError(
+            "gate_kind 'log_decay' takes the gate as the finished log-decay: leave out a_log and "
+            "dt_bias, or use gate_kind 'bounded' or 'softplus'"
+        )
