@@ -47,6 +47,11 @@ def balance_with(config, bias, dtype=jnp.float32):
     return balance
 
 
+def kinds(tree):
+    """Shapes and dtypes of a tree of arrays."""
+    return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+
+
 def random_scores(num_tokens=200, num_experts=8, seed=0):
     """Float32 scores with experts of unlike popularity."""
     rng = np.random.default_rng(seed)
@@ -273,9 +278,8 @@ def test_structure_is_stable(estimator):
             stats = stats_of(config, balance, scores, 2)
             empty = empty_stats(config, 1, 8, 20, dtype)
             new = update(config, balance, stats, jnp.int32(20), 2)
-            kind = lambda x: (x.shape, x.dtype)  # noqa: E731
-            assert jax.tree.map(kind, new) == jax.tree.map(kind, balance)
-            assert jax.tree.map(kind, stats) == jax.tree.map(kind, empty)
+            assert kinds(new) == kinds(balance)
+            assert kinds(stats) == kinds(empty)
 
 
 @pytest.mark.parametrize("estimator", QUANTILES)
