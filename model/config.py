@@ -1,0 +1,209 @@
+"""The model's configuration: frozen dataclasses, validated where they are made.
+
+A person's ml_collections config becomes these in train/config.py; model code sees nothing else.
+"""
+
+import dataclasses
+
+GATE_KINDS = ("bounded", "softplus")
+OUTPUT_GATES = ("full", "low_rank")
+ROUTERS = ("sigmoid", "softmax")
+COMBINE_SCORES = ("unbiased", "biased")
+ESTIMATORS = ("histogram", "quantile", "sign", "aux_loss", "none")
+RESIDUAL_MODES = ("block", "full", "none")
+ACTIVATIONS = ("situ", "swiglu")
+REMAT_POLICIES = ("none", "dots", "full")
+DTYPES = ("bfloat16", "float32", "float64")
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raises ValueError unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}; try {choices[0]!r}")
+
+
+def check_positive(owner: str, **values: float) -> None:
+    """Raises ValueError unless every value is greater than zero."""
+    for name, value in values.items():
+        if value <= 0:
+            raise ValueError(f"{owner}.{name}={value} must be positive; try 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class KDAConfig:
+    """Kimi Delta Attention layer (Kimi K3 report Eq. 1-6)."""
+
+    num_heads: int  # H, query/key heads
+    key_dim: int  # K
+    value_dim: int  # V
+    num_value_heads: int | None = None  # HV; None: as many as num_heads
+    conv_size: int = 4  # taps of the causal depthwise convolutions
+    gate_kind: str = "bounded"  # K3's bounded log-decay, or Kimi Linear's softplus
+    lower_bound: float = -5.0  # smallest log-decay of the bounded gate, in nats
+    gate_rank: int | None = None  # rank of the decay gate; None: key_dim
+    output_gate: str = "full"  # K3's full-rank W_g, or Kimi Linear's low-rank one
+    chunk_size: int = 64  # rows of a chunk of the WY form
+    implementation: str | None = None  # of kernels.kda; None: the best for the platform
+
+    def __post_init__(self) -> None:
+        check_choice("kda.gate_kind", self.gate_kind, GATE_KINDS)
+        check_choice("kda.output_gate", self.output_gate, OUTPUT_GATES)
+        check_positive(
+            "kda",
+            num_heads=self.num_heads,
+            key_dim=self.key_dim,
+            value_dim=self.value_dim,
+            conv_size=self.conv_size,
+            chunk_size=self.chunk_size,
+        )
+        if self.value_heads % self.num_heads:
+            raise ValueError(
+                f"kda.num_value_heads={self.value_heads} is not a multiple of "
+                f"kda.num_heads={self.num_heads}; try {2 * self.num_heads}"
+            )
+
+    @property
+    def value_heads(self) -> int:
+        return self.num_value_heads or self.num_heads
+
+    @property
+    def rank(self) -> int:
+        return self.gate_rank or self.key_dim
+
+
+@dataclasses.dataclass(frozen=True)
+class MLAConfig:
+    """Gated multi-head latent attention without positions (Kimi K3 report Eq. 7)."""
+
+    num_heads: int
+    q_lora_rank: int | None  # None: one full-rank query projection
+    kv_lora_rank: int
+    nope_dim: int  # key width that comes from the latent
+    rope_dim: int  # extra key width shared by all heads; never rotated (NoPE)
+    value_dim: int
+    output_gate: bool = True
+    norm_eps: float = 1e-6  # of the two inner norms
+    implementation: str | None = None  # of kernels.attention
+
+    def __post_init__(self) -> None:
+        check_positive(
+            "mla",
+            num_heads=self.num_heads,
+            kv_lora_rank=self.kv_lora_rank,
+            nope_dim=self.nope_dim,
+            value_dim=self.value_dim,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class MoEConfig:
+    """Stable LatentMoE (Kimi K3 report Eq. 11, 13)."""
+
+    num_experts: int
+    top_k: int
+    expert_hidden: int  # F of one expert
+    num_shared_experts: int = 1  # one MLP of num_shared_experts * expert_hidden at full width
+    latent_dim: int | None = None  # None: experts work at full width, without W_down and W_up
+    latent_norm: bool = True  # RMSNorm after the weighted sum, before W_up
+    router: str = "sigmoid"
+    combine_scores: str = "unbiased"  # "biased": the released Kimi-Linear-48B code
+    routed_scaling_factor: float = 1.0
+    row_block: int = 64  # rows of a block of the grouped matmul; each expert is padded to it
+    implementation: str | None = None  # of kernels.grouped_matmul
+
+    def __post_init__(self) -> None:
+        check_choice("moe.router", self.router, ROUTERS)
+        check_choice("moe.combine_scores", self.combine_scores, COMBINE_SCORES)
+        check_positive(
+            "moe",
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            expert_hidden=self.expert_hidden,
+            row_block=self.row_block,
+        )
+        if self.top_k >= self.num_experts:
+            raise ValueError(
+                f"moe.top_k={self.top_k} must be below moe.num_experts={self.num_experts}: routing "
+                f"takes one score more than it uses; try {max(1, self.num_experts // 4)}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class BalanceConfig:
+    """How router biases are found (Kimi K3 report Eq. 14 and appendix D)."""
+
+    estimator: str = "histogram"
+    num_bins: int = 1000  # "histogram": uniform bins over [min bias - 1, max bias + 1]
+    ema: float = 0.0  # weight of the previous quantile; 0: off
+    sign_step: float = 1e-3  # "sign": DeepSeek's bias step
+    aux_loss_weight: float = 1e-2  # "aux_loss": Switch
+    max_margins: int = 2**26  # "quantile": refuse steps that would keep more margins
+
+    def __post_init__(self) -> None:
+        check_choice("balance.estimator", self.estimator, ESTIMATORS)
+        check_positive("balance", num_bins=self.num_bins, max_margins=self.max_margins)
+        if not 0 <= self.ema < 1:
+            raise ValueError(f"balance.ema={self.ema} must lie in [0, 1); try 0.9")
+
+
+@dataclasses.dataclass(frozen=True)
+class ResidualConfig:
+    """Attention Residuals (arXiv 2603.15031); "none" is the plain residual stream."""
+
+    mode: str = "block"
+    block_size: int = 12  # decoder layers per block, as in K3's config
+
+    def __post_init__(self) -> None:
+        check_choice("residual.mode", self.mode, RESIDUAL_MODES)
+        check_positive("residual", block_size=self.block_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """The whole text model. `layers` has one letter a decoder layer: K for KDA, M for Gated MLA."""
+
+    vocab_size: int
+    dim: int
+    layers: str
+    dense_hidden: int  # F of the dense FFN layers
+    kda: KDAConfig
+    mla: MLAConfig
+    moe: MoEConfig
+    balance: BalanceConfig = BalanceConfig()
+    residual: ResidualConfig = ResidualConfig()
+    num_dense_layers: int = 1  # the first layers have a dense FFN
+    activation: str = "situ"
+    situ_beta: float = 4.0
+    situ_linear_beta: float | None = 25.0  # None: the up branch passes unchanged
+    norm_eps: float = 1e-5
+    init_std: float = 0.02
+    embedding_std: float = 0.02
+    head_std: float = 0.02
+    dtype: str = "bfloat16"  # of activations
+    param_dtype: str = "float32"
+    remat: str = "full"  # what the backward pass recomputes: nothing, all but matmuls, all
+    scan: bool = True  # False: every layer unrolled, for debugging
+
+    def __post_init__(self) -> None:
+        check_choice("model.activation", self.activation, ACTIVATIONS)
+        check_choice("model.dtype", self.dtype, DTYPES)
+        check_choice("model.param_dtype", self.param_dtype, DTYPES)
+        check_choice("model.remat", self.remat, REMAT_POLICIES)
+        check_positive("model", vocab_size=self.vocab_size, dim=self.dim)
+        if not self.layers or set(self.layers) - {"K", "M"}:
+            raise ValueError(
+                f"model.layers={self.layers!r} must be letters K (KDA) and M (MLA); try 'KKKM'"
+            )
+        if not 0 <= self.num_dense_layers <= len(self.layers):
+            raise ValueError(
+                f"model.num_dense_layers={self.num_dense_layers} must lie in "
+                f"0..{len(self.layers)}, the number of layers; try 1"
+            )
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def num_moe_layers(self) -> int:
+        return self.num_layers - self.num_dense_layers

@@ -1,0 +1,103 @@
+"""From a person's ml_collections config to frozen, validated dataclasses."""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from model.config import ModelConfig
+from train.data.config import DataConfig
+from train.run.mesh import MeshConfig
+from train.step.optimizer import OptimizerConfig
+from train.step.train_step import StepConfig
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """How long a run is and what it reports and keeps."""
+
+    steps: int  # optimizer steps
+    seed: int = 0  # of the parameters
+    log_every: int = 10  # steps between log lines
+    eval_every: int = 0  # steps between held-out evaluations; 0: only at the end
+    eval_context: int = 0  # tokens of a held-out row; 0: data.context_length
+    eval_rows: int = 256  # rows scored at the end, evenly spread over the held-out files; 0: all
+    eval_rows_during: int = 32  # rows scored at each evaluation during training
+    checkpoint_every: int = 0  # steps between checkpoints; 0: only at the end
+    keep_checkpoints: int = 2  # the newest so many are kept
+    max_skipped: int = 10  # consecutive non-finite steps that stop the run
+    sample_tokens: int = 200  # length of the sample at the end; 0: none
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "log_every", "keep_checkpoints", "max_skipped"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"run.{name}={getattr(self, name)} must be at least 1; try 10")
+        for name in ("eval_every", "eval_context", "eval_rows", "checkpoint_every"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"run.{name}={getattr(self, name)} must not be negative; try 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """A whole experiment."""
+
+    model: ModelConfig
+    data: DataConfig
+    optimizer: OptimizerConfig
+    step: StepConfig
+    mesh: MeshConfig
+    run: RunConfig
+
+    def __post_init__(self) -> None:
+        rows, parts = self.data.batch_size, self.step.accumulation
+        if rows % parts:
+            divisors = [n for n in range(1, rows + 1) if rows % n == 0]
+            raise ValueError(
+                f"step.accumulation={parts} does not divide data.batch_size={rows}; "
+                f"try one of {divisors}"
+            )
+
+
+def build(cls: type[T], values: Mapping[str, Any], path: str = "config") -> T:
+    """Makes dataclass `cls` of a (nested) mapping.
+
+    Raises:
+      ValueError: an unknown key (naming the nearest valid one), a missing key, a value of the
+        wrong type, or a combination that a dataclass refuses.
+    """
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    for key in values:
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, n=1)
+            hint = f"did you mean {path}.{near[0]}?" if near else f"valid: {', '.join(fields)}"
+            raise ValueError(f"{path}.{key} does not exist; {hint}")
+    hints = typing.get_type_hints(cls)
+    arguments = {}
+    for name, field in fields.items():
+        if name in values:
+            arguments[name] = _convert(hints[name], values[name], f"{path}.{name}")
+        elif field.default is dataclasses.MISSING:
+            raise ValueError(f"{path}.{name} is missing; set it in the config file")
+    return cls(**arguments)
+
+
+def _convert(hint: Any, value: Any, path: str) -> Any:
+    """`value` as the type that a field's hint names."""
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{path}={value!r} must be a group of fields, not a single value")
+        return build(hint, value, path)
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if value is None and type(None) in options:
+        return None
+    for option in options:
+        if option is float and type(value) in (int, float):
+            return float(value)
+        if type(value) is option:
+            return value
+    names = " or ".join("None" if o is type(None) else o.__name__ for o in options)
+    raise ValueError(f"{path}={value!r} is of type {type(value).__name__}; it must be {names}")

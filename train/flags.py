@@ -1,0 +1,48 @@
+"""The command line of every program: --config=FILE[:arg] and --config.group.field=value."""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from absl import app, flags
+from ml_collections import config_flags
+
+from train.config import TrainConfig, build
+
+_CONFIG = config_flags.DEFINE_config_file(
+    "config",
+    None,
+    "Experiment: a file of configs/, for example configs/tiny.py; "
+    "--config.optimizer.learning_rate=1e-3 overrides a field.",
+    lock_config=True,
+)
+
+
+def load_config() -> TrainConfig:
+    """The experiment of the command line; where it is wrong the program ends with one line."""
+    try:
+        return build(TrainConfig, _CONFIG.value.to_dict())
+    except (OSError, ValueError) as error:
+        refuse(error)
+
+
+def run(main: Callable[[], None]) -> None:
+    """Runs a program whose command line holds --config."""
+    flags.mark_flag_as_required("config")
+    app.run(lambda _: main(), flags_parser=_parse)
+
+
+def refuse(error: Exception | str) -> NoReturn:
+    """Ends the program with one line: for mistakes of the person who started it."""
+    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _parse(argv: Sequence[str]) -> list[str]:
+    """Parses the command line; a mistyped key or value would otherwise end in a traceback."""
+    try:
+        return flags.FLAGS(argv)
+    except (AttributeError, KeyError) as error:  # ml_collections' answer to an unknown field
+        refuse(f"no such config field: {error.args[0]}".replace("\\n", ". ").replace("\\'", "'"))
+    except (flags.Error, TypeError, ValueError) as error:
+        refuse(error)

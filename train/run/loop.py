@@ -1,0 +1,271 @@
+"""The run: data, steps, reports, evaluations, checkpoints, in order of time."""
+
+import dataclasses
+import functools
+import json
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from train.config import TrainConfig
+from train.data.baselines import baselines
+from train.data.batch import Batch
+from train.data.evaluation import heldout_batches
+from train.data.pipeline import TrainBatches
+from train.data.sources import TextSource, load_source
+from train.data.tokenizer import ByteTokenizer
+from train.run.checkpoint import Checkpoints
+from train.run.evaluation import bits_per_byte, sample
+from train.run.flops import count_params, mfu, train_flops_per_token
+from train.run.mesh import batch_sharding, make_mesh, replicated
+from train.run.metrics import MetricsWriter, count, duration
+from train.step.optimizer import make_optimizer, make_schedule
+from train.step.state import TrainState, init_state
+from train.step.train_step import Metrics, train_step
+
+LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
+
+
+class Run:
+    """A prepared run. Making one checks everything a person may have typed wrongly (ValueError)
+    and builds what training needs; `train` then runs it to the end."""
+
+    def __init__(self, config: TrainConfig, workdir: str | Path) -> None:
+        self.config = config
+        self.workdir = Path(workdir).expanduser().absolute()
+        self.tokenizer = ByteTokenizer()
+        if config.model.vocab_size < self.tokenizer.vocab_size:
+            raise ValueError(
+                f"model.vocab_size={config.model.vocab_size} is too small for the tokenizer; "
+                f"try {self.tokenizer.vocab_size}"
+            )
+        self.train_source, self.heldout_source = load_source(config.data)
+        self.mesh = make_mesh(config.mesh, config.data.batch_size // config.step.accumulation)
+        self.batches = TrainBatches(config.data, self.train_source, self.tokenizer)
+        self.schedule = make_schedule(config.optimizer, config.run.steps)
+        self.checkpoints = Checkpoints(
+            self.workdir / "checkpoints", keep=config.run.keep_checkpoints
+        )
+        self.optimizer = make_optimizer(config.optimizer, config.run.steps)
+        self.state, self.resumed_from = self._first_state()
+
+    def _first_state(self) -> tuple[TrainState, int | None]:
+        """The newest checkpoint's state (and data position), or a fresh one."""
+        make = functools.partial(init_state, self.config.model, self.optimizer)
+        key = jax.random.key(self.config.run.seed)
+        shapes = jax.eval_shape(make, key)
+        shardings = replicated(self.mesh, shapes)
+        abstract = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+        )
+        restored = self.checkpoints.restore_latest(abstract)
+        if restored is None:
+            return jax.jit(make, out_shardings=shardings)(key), None
+        self.batches.set_state(restored.data_states)
+        return restored.state, restored.step
+
+    def train(self) -> None:
+        """Runs the remaining steps, then evaluates, samples and prints the closing line."""
+        config, run = self.config, self.config.run
+        first_step = self.resumed_from or 0
+        self._write_config()
+        step_fn = jax.jit(
+            functools.partial(
+                train_step, model=config.model, config=config.step, optimizer=self.optimizer
+            ),
+            donate_argnums=0,
+        )
+        with MetricsWriter(self.workdir, first_step, run.steps) as writer:
+            self._banner(writer)
+            log = _Log(config, writer, self.schedule, first_step)
+            state = self.state
+            del self.state  # donated
+            pending: tuple[int, Metrics] | None = None
+            for step in range(first_step + 1, run.steps + 1):
+                batch = self._to_devices(next(self.batches))
+                state, metrics = step_fn(state, batch)
+                # Step k's metrics are fetched once k + 1 is under way, so the device never waits.
+                if pending is not None:
+                    log.step(*pending)
+                pending = (step, metrics)
+                due = step == run.steps
+                if due or (run.eval_every and step % run.eval_every == 0):
+                    log.step(*pending)
+                    pending = None
+                if run.eval_every and step % run.eval_every == 0 and not due:
+                    start = time.perf_counter()
+                    bits = self._bits_per_byte(state, run.eval_rows_during)
+                    log.evaluation(step, bits, time.perf_counter() - start)
+                if due or (run.checkpoint_every and step % run.checkpoint_every == 0):
+                    states = self.batches.get_state()
+                    self.checkpoints.save(step, state, states, dataclasses.asdict(config))
+            self._finish(state, writer)
+        self.checkpoints.close()
+        self.batches.close()
+
+    def _to_devices(self, batch: Batch) -> Batch:
+        return jax.device_put(batch, batch_sharding(self.mesh))
+
+    def _bits_per_byte(self, state: TrainState, max_rows: int) -> float:
+        """Held-out bits per byte over at most max_rows rows (0: all)."""
+        config = self.config
+        rows = heldout_batches(
+            self.heldout_source,
+            self.tokenizer,
+            context_length=config.run.eval_context or config.data.context_length,
+            batch_size=config.data.batch_size,
+            max_rows=max_rows or None,
+        )
+        return bits_per_byte(
+            state.params,
+            state.balance,
+            map(self._to_devices, rows),
+            config.model,
+            config.step.loss,
+        )
+
+    def _finish(self, state: TrainState, writer: MetricsWriter) -> None:
+        """The sample and the closing line."""
+        config = self.config
+        bits = self._bits_per_byte(state, config.run.eval_rows)
+        writer.write(config.run.steps, {"heldout_bits_per_byte": bits})
+        if config.run.sample_tokens:
+            prompt_T = self.tokenizer.encode(self.heldout_source.read(0, 0, 120))
+            new_T = sample(
+                state.params,
+                state.balance,
+                prompt_T,
+                config.run.sample_tokens,
+                config.model,
+                context_length=config.data.context_length,
+            )
+            writer.say(f"sample, continuing the start of {self.heldout_source.names[0]}:")
+            text = self.tokenizer.decode(prompt_T) + "\u2588" + self.tokenizer.decode(new_T)
+            writer.say("\n".join("  | " + line for line in text.splitlines()))
+        marks = baselines(self.train_source, self.heldout_source)
+        writer.say(
+            f"held-out bits per byte: {bits:.3f} (unigram {marks.unigram:.2f}, "
+            f"bigram {marks.bigram:.2f}, zlib -9 {marks.zlib:.2f})"
+        )
+
+    def _write_config(self) -> None:
+        """The resolved config and the library versions, for whoever finds the run folder."""
+        self.workdir.mkdir(parents=True, exist_ok=True)
+        resolved = {
+            "config": dataclasses.asdict(self.config),
+            "versions": {name: version(name) for name in LIBRARIES},
+        }
+        (self.workdir / "config.json").write_text(json.dumps(resolved, indent=2) + "\n")
+
+    def _banner(self, writer: MetricsWriter) -> None:
+        """What is about to run, where, and where its results go."""
+        config, device = self.config, jax.devices()[0]
+        counts = count_params(config.model)
+        tokens = config.data.batch_size * config.data.context_length
+        flops = train_flops_per_token(config.model, config.data.context_length)
+        started = "fresh"
+        if self.resumed_from is not None:
+            started = f"resumed from step {self.resumed_from}"
+        rows = (
+            ("devices", f"{jax.device_count()} x {device.device_kind} ({device.platform})"),
+            ("mesh", ", ".join(f"{k}={v}" for k, v in self.mesh.shape.items())),
+            (
+                "parameters",
+                f"{count(counts.total)}, of which {count(counts.active)} active per token",
+            ),
+            (
+                "tokens per step",
+                f"{tokens:,} ({config.data.batch_size} rows of {config.data.context_length}, "
+                f"{config.step.accumulation} microbatch(es))",
+            ),
+            ("training FLOPs", f"{count(flops)} per token"),
+            ("corpus", _corpus(self.train_source, self.heldout_source)),
+            ("run", f"{config.run.steps:,} steps, {started}"),
+            ("outputs", f"{self.workdir} (checkpoints, metrics.jsonl, tensorboard, config.json)"),
+        )
+        for name, value in rows:
+            writer.say(f"{name:<16} {value}")
+
+
+def _corpus(train: TextSource, heldout: TextSource) -> str:
+    return (
+        f"{len(train)} files, {count(sum(train.num_bytes))}B to train on; "
+        f"{len(heldout)} files, {count(sum(heldout.num_bytes))}B held out"
+    )
+
+
+class _Log:
+    """Console and file lines of the steps, and the watch over steps that were skipped."""
+
+    def __init__(
+        self, config: TrainConfig, writer: MetricsWriter, schedule: optax.Schedule, first_step: int
+    ) -> None:
+        self.config, self.writer, self.schedule = config, writer, schedule
+        self.tokens_per_step = config.data.batch_size * config.data.context_length
+        self.flops = train_flops_per_token(config.model, config.data.context_length)
+        self.start_time = time.perf_counter()
+        self.clock_step = first_step + 1  # compiles; the clock of tokens/s starts after it
+        self.skipped = self.skipped_in_row = 0
+
+    def step(self, step: int, metrics: Metrics) -> None:
+        """Takes in a step's metrics, which are fetched here; writes a line when one is due."""
+        run = self.config.run
+        values: dict[str, Any] = jax.device_get(metrics)
+        self.writer.advance()
+        self._watch(step, values)
+        if step % run.log_every and step not in (run.steps, self.clock_step):
+            return
+        elapsed = time.perf_counter() - self.start_time
+        if step == self.clock_step:
+            self.writer.say(f"first step, with compilation: {duration(elapsed)}")
+            self.start_time = time.perf_counter()
+            return
+        speed = (step - self.clock_step) * self.tokens_per_step / elapsed
+        utilisation = mfu(speed, self.flops)
+        rate = float(self.schedule(step - 1 - self.skipped))
+        values |= {"learning_rate": rate, "tokens_per_second": speed, "skipped": self.skipped}
+        if utilisation is not None:
+            values["mfu"] = utilisation
+        self.writer.write(step, values)
+        parts = [
+            f"step {step:>{len(str(run.steps))}}/{run.steps}",
+            f"loss {values['loss']:.4f}",
+            f"lr {rate:.2e}",
+            f"{count(speed)} tokens/s",
+            f"MFU {'n/a' if utilisation is None else f'{utilisation:.1%}'}",
+        ]
+        if "max_vio" in values:
+            parts.append(f"MaxVio {np.mean(values['max_vio']):.2f}")
+        if self.skipped:
+            parts.append(f"skipped {self.skipped}")
+        left = (run.steps - step) * elapsed / (step - self.clock_step)
+        self.writer.say("  ".join([*parts, f"ETA {duration(left)}"]))
+
+    def evaluation(self, step: int, bits: float, seconds: float) -> None:
+        """A held-out evaluation; the clock of tokens/s stands still for it."""
+        self.start_time += seconds
+        self.writer.write(step, {"heldout_bits_per_byte": bits})
+        self.writer.say(f"step {step}: held-out bits per byte {bits:.3f}")
+
+    def _watch(self, step: int, values: dict[str, Any]) -> None:
+        """Counts skipped steps; too many in a row end the run."""
+        if not values["skipped"]:
+            self.skipped_in_row = 0
+            return
+        self.skipped += 1
+        self.skipped_in_row += 1
+        self.writer.say(
+            f"step {step}: loss {values['loss']} or gradient norm {values['grad_norm']} is not "
+            f"finite; the update was skipped ({self.skipped_in_row} in a row)"
+        )
+        if self.skipped_in_row >= self.config.run.max_skipped:
+            raise FloatingPointError(
+                f"{self.skipped_in_row} steps in a row up to step {step} had a loss or gradient "
+                "that was not finite; try a lower optimizer.learning_rate, or start again from an "
+                "older checkpoint (run.max_skipped sets the limit)"
+            )

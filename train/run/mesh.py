@@ -1,0 +1,65 @@
+"""The device mesh and the one table from logical axes to mesh axes."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+AXES = ("data", "expert", "sequence")
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Devices along each mesh axis; -1 takes what is left."""
+
+    data: int = -1
+    expert: int = 1
+    sequence: int = 1
+
+    def __post_init__(self) -> None:
+        sizes = dataclasses.astuple(self)
+        if any(size == 0 or size < -1 for size in sizes) or sizes.count(-1) > 1:
+            raise ValueError(
+                f"mesh sizes {dict(zip(AXES, sizes, strict=True))} must be positive, with at most "
+                "one -1; try data=-1 with the others 1"
+            )
+        if self.expert != 1 or self.sequence != 1:
+            raise ValueError(
+                f"mesh.expert={self.expert}, mesh.sequence={self.sequence}: only the data axis is "
+                "implemented so far; try mesh.expert=1 and mesh.sequence=1"
+            )
+
+
+def make_mesh(config: MeshConfig, batch_size: int) -> Mesh:
+    """The mesh over all devices, every axis AxisType.Auto (make_mesh's own default is Explicit).
+
+    Raises:
+      ValueError: the sizes do not multiply to the number of devices, or do not divide the batch.
+    """
+    num_devices = jax.device_count()
+    sizes = list(dataclasses.astuple(config))
+    fixed = int(np.prod([size for size in sizes if size != -1]))
+    if num_devices % fixed or (-1 not in sizes and fixed != num_devices):
+        raise ValueError(
+            f"mesh {dict(zip(AXES, sizes, strict=True))} does not fit {num_devices} device(s); "
+            "try mesh.data=-1"
+        )
+    sizes = [num_devices // fixed if size == -1 else size for size in sizes]
+    if batch_size % sizes[0]:
+        raise ValueError(
+            f"data.batch_size={batch_size} is not divisible by the {sizes[0]} devices of the data "
+            f"axis; try {-(-batch_size // sizes[0]) * sizes[0]}"
+        )
+    return jax.make_mesh(tuple(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Rows of a batch over the data axis."""
+    return NamedSharding(mesh, PartitionSpec("data"))
+
+
+def replicated(mesh: Mesh, tree: Any) -> Any:
+    """A tree of shardings shaped like `tree`: every array whole on every device."""
+    return jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), tree)
