@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 
 from kernels.attention.reference import attention_reference
+from kernels.attention.splash import attention_splash, unsupported_by_splash
 from kernels.attention.xla import attention_xla, default_block_size
 from kernels.numerics import vary_together
 
-IMPLEMENTATIONS = ("reference", "xla")
+IMPLEMENTATIONS = ("reference", "xla", "splash")
 
 
 def attention(
@@ -30,14 +31,16 @@ def attention(
       segment_ids: [B,T] integers, or None for one document per row. A token sees the tokens of its
         own id only; nothing else is asked of the ids.
       scale: K^-1/2 if None.
-      implementation: "xla" (blockwise, memory linear in T, the default), "reference" (all scores in
-        memory, for short sequences), or None for the default.
+      implementation: "xla" (blockwise, memory linear in T), "splash" (JAX's TPU kernel; bfloat16
+        only; interpreted, hence slow, on other devices), "reference" (all scores in memory, for
+        short sequences), or None: splash on a TPU where it supports the call, else xla.
 
     Returns:
       o_BTHV in float32 (float64 for float64 inputs): the report keeps the attention output wide.
 
     Raises:
       ValueError: shapes, dtypes or implementation do not fit.
+      NotImplementedError: "splash" does not support the call.
     """
     _check(q_BTHK, k_BSHK, v_BSHV, segment_ids)
     scale = q_BTHK.shape[-1] ** -0.5 if scale is None else float(scale)
@@ -46,8 +49,18 @@ def attention(
     else:
         q_BTHK, k_BSHK, v_BSHV, segment_ids = vary_together(q_BTHK, k_BSHK, v_BSHV, segment_ids)
     arrays = (q_BTHK, k_BSHK, v_BSHV, segment_ids, scale)
-    if implementation in (None, "xla"):
+    why_not_splash = unsupported_by_splash(q_BTHK.dtype)
+    if implementation is None:
+        on_tpu = jax.default_backend() == "tpu"
+        implementation = "splash" if on_tpu and why_not_splash is None else "xla"
+    if implementation == "xla":
         return attention_xla(*arrays, default_block_size(q_BTHK.shape[1]))
+    if implementation == "splash":
+        if why_not_splash is not None:
+            raise NotImplementedError(
+                f"attention cannot use 'splash': {why_not_splash}. Use 'xla' or None."
+            )
+        return attention_splash(*arrays)
     if implementation == "reference":
         return attention_reference(*arrays)
     raise ValueError(
