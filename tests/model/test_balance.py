@@ -98,8 +98,7 @@ def test_golden_histogram(name):
         )
 
 
-@pytest.mark.parametrize("m", [1, 7, 101])
-@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize(("m", "k"), [(1, 1), (7, 4), (101, 4), (102, 1)])
 def test_order_statistics(x64, m, k):
     """Which order statistic each estimator means, whole and fractional q (n = 6)."""
     rng = np.random.default_rng(m * 10 + k)
@@ -268,18 +267,15 @@ def test_a_step_without_tokens_keeps_the_balance(estimator):
 
 
 @pytest.mark.parametrize("estimator", ["histogram", "quantile", "sign", "aux_loss", "none"])
-def test_structure_is_stable(estimator):
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_structure_is_stable(x64, estimator, dtype):
     """The train step carries the balance: same tree, shapes and dtypes, in float64 mode too."""
-    for dtype, x64 in ((jnp.float32, False), (jnp.float32, True), (jnp.float64, True)):
-        with jax.enable_x64(x64):
-            config = BalanceConfig(estimator, ema=0.9)
-            balance = init_balance(config, 1, 8, dtype)
-            scores = jnp.asarray(random_scores(20), dtype)
-            stats = stats_of(config, balance, scores, 2)
-            empty = empty_stats(config, 1, 8, 20, dtype)
-            new = update(config, balance, stats, jnp.int32(20), 2)
-            assert kinds(new) == kinds(balance)
-            assert kinds(stats) == kinds(empty)
+    config = BalanceConfig(estimator, ema=0.9)
+    balance = init_balance(config, 1, 8, dtype)
+    stats = stats_of(config, balance, jnp.asarray(random_scores(20), dtype), 2)
+    new = jax.eval_shape(lambda *args: update_balance(config, *args, 20, 2), balance, stats)
+    assert kinds(new) == kinds(balance)
+    assert kinds(stats) == kinds(empty_stats(config, 1, 8, 20, dtype))
 
 
 @pytest.mark.parametrize("estimator", QUANTILES)

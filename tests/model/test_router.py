@@ -38,8 +38,9 @@ def test_golden_routing(name):
     np.testing.assert_allclose(routing.alpha_M, np.sort(biased_ME)[:, -k - 1], atol=1e-6)
 
 
-@pytest.mark.parametrize("router", ["sigmoid", "softmax"])
-@pytest.mark.parametrize("combine_scores", ["unbiased", "biased"])
+@pytest.mark.parametrize(
+    ("router", "combine_scores"), [("sigmoid", "unbiased"), ("softmax", "biased")]
+)
 def test_against_numpy_in_float64(x64, router, combine_scores):
     rng = np.random.default_rng(0)
     logits, bias = rng.normal(size=(50, 8)), rng.normal(size=8) * 0.1
