@@ -62,17 +62,21 @@ def _kda_slabs(
 
 def _forward(options: KdaOptions, num_slabs: int, inputs: KdaInputs) -> tuple:
     precision = _state_precision(inputs)
+    batch = inputs.q_BTQK.shape[0]
 
-    def slab(state_BHKV: jax.Array, index: jax.Array) -> tuple:
+    def slab(state_MKV: jax.Array, index: jax.Array) -> tuple:
         rows, cuts = _slab_rows(inputs, index, num_slabs, options)
         prepared = wy.prepare(_operands(rows, options), cuts, options.tile_bound, precision)
-        state_BHKV, states_NBHKV, v_new_NBHCV = wy.scan_states(prepared, state_BHKV, precision)
-        o_BTHV = _from_chunks(wy.outputs(prepared, states_NBHKV, v_new_NBHCV, precision))
-        return state_BHKV, (o_BTHV.astype(inputs.v_BTHV.dtype), states_NBHKV)
+        state_MKV, states_NMKV, v_new_NMCV = wy.scan_states(prepared, state_MKV, precision)
+        o_NMCV = wy.outputs(prepared, states_NMKV, v_new_NMCV, precision)
+        o_BTHV = _from_chunks(o_NMCV, batch)
+        return state_MKV, (o_BTHV.astype(inputs.v_BTHV.dtype), states_NMKV)
 
-    final_state_BHKV, (o_slabs, states) = jax.lax.scan(
-        slab, inputs.initial_state_BHKV, jnp.arange(num_slabs)
+    initial_state_BHKV = inputs.initial_state_BHKV
+    final_state_MKV, (o_slabs, states) = jax.lax.scan(
+        slab, _merge_heads(initial_state_BHKV), jnp.arange(num_slabs)
     )
+    final_state_BHKV = final_state_MKV.reshape(initial_state_BHKV.shape)
     return (_join_slabs(o_slabs), final_state_BHKV), (inputs, states)
 
 
@@ -81,23 +85,31 @@ def _backward(options: KdaOptions, num_slabs: int, residuals: tuple, cotangents:
     do_BTHV, d_final_state_BHKV = cotangents
     precision = _state_precision(inputs)
 
-    def slab(d_state_BHKV: jax.Array, xs: tuple) -> tuple:
-        index, states_NBHKV = xs
+    def slab(d_state_MKV: jax.Array, xs: tuple) -> tuple:
+        index, states_NMKV = xs
         rows, cuts = _slab_rows(inputs, index, num_slabs, options)
         operands, operands_vjp = jax.vjp(
             lambda *arrays: _operands(KdaInputs(*arrays, *rows[7:]), options), *rows[:7]
         )
         prepared = wy.prepare(operands, cuts, options.tile_bound, precision)
         do_slab_BTHV = _slab_slice(do_BTHV, index, num_slabs).astype(inputs.compute_dtype)
-        do_NBHCV = _to_chunks(do_slab_BTHV, options.chunk_size)
-        d_operands, d_state_BHKV = wy.vjp(
-            operands, cuts, prepared, states_NBHKV, do_NBHCV, d_state_BHKV, precision
+        do_NMCV = _to_chunks(do_slab_BTHV, options.chunk_size)
+        d_operands, d_state_MKV = wy.vjp(
+            operands,
+            cuts,
+            prepared,
+            states_NMKV,
+            do_NMCV,
+            d_state_MKV,
+            options.tile_bound,
+            precision,
         )
-        return d_state_BHKV, operands_vjp(d_operands)
+        return d_state_MKV, operands_vjp(d_operands)
 
-    d_initial_state_BHKV, d_slabs = jax.lax.scan(
-        slab, d_final_state_BHKV, (jnp.arange(num_slabs), states), reverse=True
+    d_state_MKV, d_slabs = jax.lax.scan(
+        slab, _merge_heads(d_final_state_BHKV), (jnp.arange(num_slabs), states), reverse=True
     )
+    d_initial_state_BHKV = d_state_MKV.reshape(d_final_state_BHKV.shape)
     d_tokens = [_join_slabs(d) for d in d_slabs[:5]]
     d_gate_params = [None if d is None else jnp.sum(d, axis=0) for d in d_slabs[5:]]
     return (KdaInputs(*d_tokens, *d_gate_params, d_initial_state_BHKV, None, None),)
@@ -109,6 +121,10 @@ _kda_slabs.defvjp(_forward, _backward)
 def _state_precision(inputs: KdaInputs) -> jax.lax.Precision:
     narrow = all(x.dtype == jnp.bfloat16 for x in inputs[:3])
     return jax.lax.Precision.DEFAULT if narrow else jax.lax.Precision.HIGHEST
+
+
+def _merge_heads(x_BHKV: jax.Array) -> jax.Array:
+    return x_BHKV.reshape(-1, *x_BHKV.shape[2:])
 
 
 def _slab_slice(x_BT: jax.Array, index: jax.Array, num_slabs: int) -> jax.Array:
@@ -123,14 +139,18 @@ def _join_slabs(x: jax.Array) -> jax.Array:
 
 
 def _to_chunks(x_BTHK: jax.Array, chunk_size: int) -> jax.Array:
-    batch, num_tokens, *rest = x_BTHK.shape
-    x_BNCHK = x_BTHK.reshape(batch, num_tokens // chunk_size, chunk_size, *rest)
-    return x_BNCHK.transpose(1, 0, 3, 2, 4)
+    """[B, T, H, K] -> [N, M, C, K]."""
+    batch, num_tokens, num_heads, dim = x_BTHK.shape
+    x_BNCHK = x_BTHK.reshape(batch, num_tokens // chunk_size, chunk_size, num_heads, dim)
+    x_NBHCK = x_BNCHK.transpose(1, 0, 3, 2, 4)
+    return x_NBHCK.reshape(-1, batch * num_heads, chunk_size, dim)
 
 
-def _from_chunks(x_NBHCK: jax.Array) -> jax.Array:
-    x_BNCHK = x_NBHCK.transpose(1, 0, 3, 2, 4)
-    return x_BNCHK.reshape(x_BNCHK.shape[0], -1, *x_BNCHK.shape[3:])
+def _from_chunks(x_NMCV: jax.Array, batch: int) -> jax.Array:
+    """[N, M, C, V] -> [B, T, H, V]."""
+    num_chunks, _, chunk_size, dim = x_NMCV.shape
+    x_NMCV = x_NMCV.reshape(num_chunks, batch, -1, chunk_size, dim)
+    return x_NMCV.transpose(1, 0, 3, 2, 4).reshape(batch, num_chunks * chunk_size, -1, dim)
 
 
 def _slab_rows(
@@ -150,7 +170,9 @@ def _slab_rows(
     )
     segment_BT = _slab_slice(inputs.segment_BT, index, num_slabs)
     segment_NBC = segment_BT.reshape(batch, -1, options.chunk_size).swapaxes(0, 1)
-    return rows, wy.segments(segment_NBC, before_B)
+    num_heads = rows.v_BTHV.shape[2]
+    segment_NMC = jnp.repeat(segment_NBC, num_heads, axis=1)
+    return rows, wy.segments(segment_NMC, jnp.repeat(before_B, num_heads))
 
 
 def _operands(rows: KdaInputs, options: KdaOptions) -> wy.Operands:

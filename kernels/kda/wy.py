@@ -15,7 +15,7 @@ R = T^T dv_new the solve contributes dL = -R v_new^T, one product instead of a c
 A restart inside a chunk is exact masking: rows of different segments do not meet in P and L, S
 reaches the rows before the first restart, S' hears the rows behind the last one.
 
-Letters: N chunks, B batch, H value heads, C chunk rows, K key dim, V value dim.
+Letters: N chunks, M states (batch rows x value heads), C chunk rows, K key dim, V value dim.
 """
 
 from typing import NamedTuple
@@ -28,45 +28,47 @@ from kernels.kda import tiles
 
 
 class Operands(NamedTuple):
-    q_NBHCK: jax.Array  # scaled
-    k_NBHCK: jax.Array
-    kb_NBHCK: jax.Array
-    vb_NBHCV: jax.Array
-    g_NBHCK: jax.Array
+    q_NMCK: jax.Array  # scaled
+    k_NMCK: jax.Array
+    kb_NMCK: jax.Array
+    vb_NMCV: jax.Array
+    g_NMCK: jax.Array
 
 
 class Segments(NamedTuple):
-    """Masks of the restarts; the head dim is 1."""
+    """Masks of the restarts."""
 
-    together_NBHCC: jax.Array  # the two rows are of one segment
-    enters_NBHC1: jax.Array  # the row continues the segment of the previous chunk's last row
-    leaves_NBHC1: jax.Array  # the row is of the segment of the chunk's last row
-    passes_NBH1: jax.Array  # one segment spans the chunk and the row before it
+    together_NMCC: jax.Array  # the two rows are of one segment
+    enters_NMC1: jax.Array  # the row continues the segment of the previous chunk's last row
+    leaves_NMC1: jax.Array  # the row is of the segment of the chunk's last row
+    passes_NM1: jax.Array  # one segment spans the chunk and the row before it
 
 
 class Prepared(NamedTuple):
     """A chunk before its state is known."""
 
-    decay: tiles.Decay
-    p_NBHCC: jax.Array
-    inverse_NBHCC: jax.Array
-    w_NBHCK: jax.Array
-    u_NBHCV: jax.Array
-    q_enter_NBHCK: jax.Array  # q exp(G), meets S
-    kb_enter_NBHCK: jax.Array  # kb exp(G), meets S
-    k_leave_NBHCK: jax.Array  # k exp(G_C - G), writes S'
+    decay: tiles.Spans
+    from_start_NMCK: jax.Array  # exp(G), 0 in rows that the entering state does not reach
+    to_end_NMCK: jax.Array  # exp(G_C - G), 0 in rows that the leaving state does not hold
+    total_NMK: jax.Array  # exp(G_C), 0 if the state does not pass through
+    p_NMCC: jax.Array
+    inverse_NMCC: jax.Array
+    w_NMCK: jax.Array
+    u_NMCV: jax.Array
+    q_enter_NMCK: jax.Array  # q exp(G), meets S
+    kb_enter_NMCK: jax.Array  # kb exp(G), meets S
+    k_leave_NMCK: jax.Array  # k exp(G_C - G), writes S'
 
 
-def segments(segment_NBC: jax.Array, before_B: jax.Array) -> Segments:
-    """Masks from segment numbers, which never decrease; before_B is the row before the chunks."""
-    last_NB = segment_NBC[..., -1]
-    previous_NB = jnp.concatenate([before_B[None], last_NB[:-1]])
-    segment_NBHC = segment_NBC[:, :, None]
+def segments(segment_NMC: jax.Array, before_M: jax.Array) -> Segments:
+    """Masks from segment numbers, which never decrease; before_M is the row before the chunks."""
+    last_NM1 = segment_NMC[..., -1:]
+    previous_NM1 = jnp.concatenate([before_M[None, :, None], last_NM1[:-1]])
     return Segments(
-        together_NBHCC=segment_NBHC[..., :, None] == segment_NBHC[..., None, :],
-        enters_NBHC1=(segment_NBHC == previous_NB[..., None, None])[..., None],
-        leaves_NBHC1=(segment_NBHC == last_NB[..., None, None])[..., None],
-        passes_NBH1=(previous_NB == last_NB)[..., None, None],
+        together_NMCC=segment_NMC[..., :, None] == segment_NMC[..., None, :],
+        enters_NMC1=(segment_NMC == previous_NM1)[..., None],
+        leaves_NMC1=(segment_NMC == last_NM1)[..., None],
+        passes_NM1=previous_NM1 == last_NM1,
     )
 
 
@@ -76,142 +78,151 @@ def prepare(
     tile_bound: float | None,
     precision: jax.lax.Precision,
 ) -> Prepared:
-    """Everything that can be computed without the state; tile_bound as in tiles.decay_factors."""
-    decay = tiles.decay_factors(x.g_NBHCK, tile_bound)
-    scores_NBHCC, l_NBHCC = tiles.strict_scores(x.q_NBHCK, x.kb_NBHCK, x.k_NBHCK, decay)
+    """Everything that can be computed without the state; tile_bound as in tiles.strict_scores."""
+    decay = jax.tree.map(jnp.exp, tiles.span_sums(x.g_NMCK, with_halves=tile_bound is None))
+    from_start_NMCK = tiles.join_tiles(decay.row_NIK * decay.start_NK[..., None, :])
+    to_end_NMCK = tiles.join_tiles(decay.column_NJK * decay.end_NK[..., None, :])
+    total_NMK = decay.total_K
+    scores_NMCC, l_NMCC = tiles.strict_scores(x.q_NMCK, x.kb_NMCK, x.k_NMCK, decay, tile_bound)
     if cuts is not None:
-        scores_NBHCC = jnp.where(cuts.together_NBHCC, scores_NBHCC, 0.0)
-        l_NBHCC = jnp.where(cuts.together_NBHCC, l_NBHCC, 0.0)
-        decay = decay._replace(
-            from_start_CK=jnp.where(cuts.enters_NBHC1, decay.from_start_CK, 0.0),
-            to_end_CK=jnp.where(cuts.leaves_NBHC1, decay.to_end_CK, 0.0),
-            total_K=jnp.where(cuts.passes_NBH1, decay.total_K, 0.0),
-        )
-    diagonal_NBHCC = _mask(np.eye(scores_NBHCC.shape[-1], dtype=bool), scores_NBHCC)
-    own_NBHC = jnp.sum(x.q_NBHCK * x.k_NBHCK, axis=-1)
-    inverse_NBHCC = tiles.unit_lower_inverse(l_NBHCC)
-    kb_enter_NBHCK = x.kb_NBHCK * decay.from_start_CK
+        scores_NMCC = jnp.where(cuts.together_NMCC, scores_NMCC, 0.0)
+        l_NMCC = jnp.where(cuts.together_NMCC, l_NMCC, 0.0)
+        from_start_NMCK = jnp.where(cuts.enters_NMC1, from_start_NMCK, 0.0)
+        to_end_NMCK = jnp.where(cuts.leaves_NMC1, to_end_NMCK, 0.0)
+        total_NMK = jnp.where(cuts.passes_NM1, total_NMK, 0.0)
+    diagonal_NMCC = _mask(np.eye(scores_NMCC.shape[-1], dtype=bool), scores_NMCC)
+    own_NMC = jnp.sum(x.q_NMCK * x.k_NMCK, axis=-1)
+    inverse_NMCC = tiles.unit_lower_inverse(l_NMCC)
+    kb_enter_NMCK = x.kb_NMCK * from_start_NMCK
     return Prepared(
         decay=decay,
-        p_NBHCC=jnp.where(diagonal_NBHCC, own_NBHC[..., None], scores_NBHCC),
-        inverse_NBHCC=inverse_NBHCC,
-        w_NBHCK=jnp.matmul(inverse_NBHCC, kb_enter_NBHCK, precision=precision),
-        u_NBHCV=jnp.matmul(inverse_NBHCC, x.vb_NBHCV, precision=precision),
-        q_enter_NBHCK=x.q_NBHCK * decay.from_start_CK,
-        kb_enter_NBHCK=kb_enter_NBHCK,
-        k_leave_NBHCK=x.k_NBHCK * decay.to_end_CK,
+        from_start_NMCK=from_start_NMCK,
+        to_end_NMCK=to_end_NMCK,
+        total_NMK=total_NMK,
+        p_NMCC=jnp.where(diagonal_NMCC, own_NMC[..., None], scores_NMCC),
+        inverse_NMCC=inverse_NMCC,
+        w_NMCK=jnp.matmul(inverse_NMCC, kb_enter_NMCK, precision=precision),
+        u_NMCV=jnp.matmul(inverse_NMCC, x.vb_NMCV, precision=precision),
+        q_enter_NMCK=x.q_NMCK * from_start_NMCK,
+        kb_enter_NMCK=kb_enter_NMCK,
+        k_leave_NMCK=x.k_NMCK * to_end_NMCK,
     )
 
 
 def scan_states(
-    prepared: Prepared, state_BHKV: jax.Array, precision: jax.lax.Precision
+    prepared: Prepared, state_MKV: jax.Array, precision: jax.lax.Precision
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Carries the state over the chunks: (leaving state, entering states_NBHKV, v_new_NBHCV)."""
+    """Carries the state over the chunks: (leaving state, entering states_NMKV, v_new_NMCV)."""
 
-    def chunk(state_BHKV: jax.Array, xs: tuple) -> tuple:
-        w_BHCK, u_BHCV, k_leave_BHCK, total_BHK = xs
-        v_new_BHCV = u_BHCV - jnp.matmul(w_BHCK, state_BHKV, precision=precision)
-        written_BHKV = jnp.einsum("bhck,bhcv->bhkv", k_leave_BHCK, v_new_BHCV, precision=precision)
-        return total_BHK[..., None] * state_BHKV + written_BHKV, (state_BHKV, v_new_BHCV)
+    def chunk(state_MKV: jax.Array, xs: tuple) -> tuple:
+        w_MCK, u_MCV, k_leave_MCK, total_MK = xs
+        v_new_MCV = u_MCV - jnp.matmul(w_MCK, state_MKV, precision=precision)
+        written_MKV = jnp.einsum("mck,mcv->mkv", k_leave_MCK, v_new_MCV, precision=precision)
+        return total_MK[..., None] * state_MKV + written_MKV, (state_MKV, v_new_MCV)
 
-    xs = (prepared.w_NBHCK, prepared.u_NBHCV, prepared.k_leave_NBHCK, prepared.decay.total_K)
-    state_BHKV, (states_NBHKV, v_new_NBHCV) = jax.lax.scan(chunk, state_BHKV, xs)
-    return state_BHKV, states_NBHKV, v_new_NBHCV
+    xs = (prepared.w_NMCK, prepared.u_NMCV, prepared.k_leave_NMCK, prepared.total_NMK)
+    state_MKV, (states_NMKV, v_new_NMCV) = jax.lax.scan(chunk, state_MKV, xs)
+    return state_MKV, states_NMKV, v_new_NMCV
 
 
 def outputs(
     prepared: Prepared,
-    states_NBHKV: jax.Array,
-    v_new_NBHCV: jax.Array,
+    states_NMKV: jax.Array,
+    v_new_NMCV: jax.Array,
     precision: jax.lax.Precision,
 ) -> jax.Array:
-    """o_NBHCV: what every row reads from the entering state and from its own chunk."""
-    read_NBHCV = jnp.matmul(prepared.q_enter_NBHCK, states_NBHKV, precision=precision)
-    return read_NBHCV + jnp.matmul(prepared.p_NBHCC, v_new_NBHCV, precision=precision)
+    """o_NMCV: what every row reads from the entering state and from its own chunk."""
+    read_NMCV = jnp.matmul(prepared.q_enter_NMCK, states_NMKV, precision=precision)
+    return read_NMCV + jnp.matmul(prepared.p_NMCC, v_new_NMCV, precision=precision)
 
 
 def vjp(
     x: Operands,
     cuts: Segments | None,
     prepared: Prepared,
-    states_NBHKV: jax.Array,
-    do_NBHCV: jax.Array,
-    d_state_BHKV: jax.Array,
+    states_NMKV: jax.Array,
+    do_NMCV: jax.Array,
+    d_state_MKV: jax.Array,
+    tile_bound: float | None,
     precision: jax.lax.Precision,
 ) -> tuple[Operands, jax.Array]:
     """Gradients of the operands and of the first chunk's entering state.
 
-    states_NBHKV enter the chunks, do_NBHCV is the cotangent of the outputs, d_state_BHKV that of
+    states_NMKV enter the chunks, do_NMCV is the cotangent of the outputs, d_state_MKV that of
     the last chunk's leaving state. Pairs i == j carry no decay and stay out of dg, where they would
     only cancel.
     """
     matmul = lambda equation, a, b: jnp.einsum(equation, a, b, precision=precision)  # noqa: E731
-    decay = prepared.decay
-    v_new_NBHCV = prepared.u_NBHCV - matmul("nbhck,nbhkv->nbhcv", prepared.w_NBHCK, states_NBHKV)
-    d_state_BHKV, d_leaving_NBHKV, dv_new_NBHCV = _scan_d_states(
-        prepared, do_NBHCV, d_state_BHKV, precision
+    v_new_NMCV = prepared.u_NMCV - matmul("nmck,nmkv->nmcv", prepared.w_NMCK, states_NMKV)
+    d_state_MKV, d_leaving_NMKV, dv_new_NMCV = _scan_d_states(
+        prepared, do_NMCV, d_state_MKV, precision
     )
-    dvb_NBHCV = matmul("nbhij,nbhiv->nbhjv", prepared.inverse_NBHCC, dv_new_NBHCV)
+    dvb_NMCV = matmul("nmij,nmiv->nmjv", prepared.inverse_NMCC, dv_new_NMCV)
 
-    strict_NBHCC = _mask(np.tri(do_NBHCV.shape[-2], k=-1, dtype=bool), prepared.p_NBHCC)
+    strict_NMCC = _mask(np.tri(do_NMCV.shape[-2], k=-1, dtype=bool), prepared.p_NMCC)
     if cuts is not None:
-        strict_NBHCC = strict_NBHCC & cuts.together_NBHCC
-    dp_NBHCC = matmul("nbhiv,nbhjv->nbhij", do_NBHCV, v_new_NBHCV)
-    dl_NBHCC = -matmul("nbhiv,nbhjv->nbhij", dvb_NBHCV, v_new_NBHCV)
-    dp_NBHCC, dl_NBHCC = (jnp.where(strict_NBHCC, d, 0.0) for d in (dp_NBHCC, dl_NBHCC))
-    dq_NBHCK, dkb_NBHCK, dk_NBHCK = tiles.strict_scores_vjp(
-        dp_NBHCC, dl_NBHCC, x.q_NBHCK, x.kb_NBHCK, x.k_NBHCK, decay
+        strict_NMCC = strict_NMCC & cuts.together_NMCC
+    dp_NMCC = matmul("nmiv,nmjv->nmij", do_NMCV, v_new_NMCV)
+    dl_NMCC = -matmul("nmiv,nmjv->nmij", dvb_NMCV, v_new_NMCV)
+    dp_NMCC, dl_NMCC = (jnp.where(strict_NMCC, d, 0.0) for d in (dp_NMCC, dl_NMCC))
+    dq_NMCK, dkb_NMCK, dk_NMCK, d_sums = tiles.strict_scores_vjp(
+        dp_NMCC, dl_NMCC, x.q_NMCK, x.kb_NMCK, x.k_NMCK, prepared.decay, tile_bound
     )
-    dq_NBHCK += matmul("nbhcv,nbhkv->nbhck", do_NBHCV, states_NBHKV) * decay.from_start_CK
-    dkb_NBHCK -= matmul("nbhcv,nbhkv->nbhck", dvb_NBHCV, states_NBHKV) * decay.from_start_CK
-    dk_leave_NBHCK = matmul("nbhcv,nbhkv->nbhck", v_new_NBHCV, d_leaving_NBHKV) * decay.to_end_CK
-    dk_NBHCK += dk_leave_NBHCK
+    dq_enter_NMCK = matmul("nmcv,nmkv->nmck", do_NMCV, states_NMKV)
+    dq_enter_NMCK *= prepared.from_start_NMCK
+    dkb_enter_NMCK = -matmul("nmcv,nmkv->nmck", dvb_NMCV, states_NMKV)
+    dkb_enter_NMCK *= prepared.from_start_NMCK
+    dk_leave_NMCK = matmul("nmcv,nmkv->nmck", v_new_NMCV, d_leaving_NMKV)
+    dk_leave_NMCK *= prepared.to_end_NMCK
 
-    # Rows carry exp(G_i) and columns exp(-G_j): G gets row * d_row - column * d_column.
-    d_cumulative_NBHCK = x.q_NBHCK * dq_NBHCK + x.kb_NBHCK * dkb_NBHCK - x.k_NBHCK * dk_NBHCK
-    d_total_NBHK = jnp.sum(x.k_NBHCK * dk_leave_NBHCK, axis=-2)
-    d_total_NBHK += decay.total_K * jnp.sum(states_NBHKV * d_leaving_NBHKV, axis=-1)
-    dg_NBHCK = jax.lax.cumsum(d_cumulative_NBHCK, axis=3, reverse=True) + d_total_NBHK[..., None, :]
+    # A factor exp(sum) on a row of x makes x * dx the gradient of the sum.
+    d_start_NIK = tiles.split_tiles(x.q_NMCK * dq_enter_NMCK + x.kb_NMCK * dkb_enter_NMCK)
+    d_end_NJK = tiles.split_tiles(x.k_NMCK * dk_leave_NMCK)
+    d_sums = d_sums._replace(
+        row_NIK=d_sums.row_NIK + d_start_NIK,
+        column_NJK=d_sums.column_NJK + d_end_NJK,
+        start_NK=jnp.sum(d_start_NIK, axis=-2),
+        end_NK=jnp.sum(d_end_NJK, axis=-2),
+        total_K=prepared.total_NMK * jnp.sum(states_NMKV * d_leaving_NMKV, axis=-1),
+    )
 
-    d_own_NBHC1 = jnp.sum(do_NBHCV * v_new_NBHCV, axis=-1, keepdims=True)
+    d_own_NMC1 = jnp.sum(do_NMCV * v_new_NMCV, axis=-1, keepdims=True)
     d_operands = Operands(
-        q_NBHCK=dq_NBHCK + d_own_NBHC1 * x.k_NBHCK,
-        k_NBHCK=dk_NBHCK + d_own_NBHC1 * x.q_NBHCK,
-        kb_NBHCK=dkb_NBHCK,
-        vb_NBHCV=dvb_NBHCV,
-        g_NBHCK=dg_NBHCK,
+        q_NMCK=dq_NMCK + dq_enter_NMCK + d_own_NMC1 * x.k_NMCK,
+        k_NMCK=dk_NMCK + dk_leave_NMCK + d_own_NMC1 * x.q_NMCK,
+        kb_NMCK=dkb_NMCK + dkb_enter_NMCK,
+        vb_NMCV=dvb_NMCV,
+        g_NMCK=tiles.span_sums_transpose(d_sums, x.g_NMCK),
     )
-    return d_operands, d_state_BHKV
+    return d_operands, d_state_MKV
 
 
 def _scan_d_states(
     prepared: Prepared,
-    do_NBHCV: jax.Array,
-    d_state_BHKV: jax.Array,
+    do_NMCV: jax.Array,
+    d_state_MKV: jax.Array,
     precision: jax.lax.Precision,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(gradient of the first entering state, of the leaving states_NBHKV, of v_new_NBHCV)."""
+    """(gradient of the first entering state, of the leaving states_NMKV, of v_new_NMCV)."""
     matmul = lambda equation, a, b: jnp.einsum(equation, a, b, precision=precision)  # noqa: E731
 
-    def chunk(d_state_BHKV: jax.Array, xs: tuple) -> tuple:
-        dv_new_BHCV, d_read_BHKV, w_BHCK, k_leave_BHCK, total_BHK = xs
-        dv_new_BHCV = dv_new_BHCV + matmul("bhck,bhkv->bhcv", k_leave_BHCK, d_state_BHKV)
-        d_entering_BHKV = total_BHK[..., None] * d_state_BHKV + d_read_BHKV
-        d_entering_BHKV = d_entering_BHKV - matmul("bhck,bhcv->bhkv", w_BHCK, dv_new_BHCV)
-        return d_entering_BHKV, (d_state_BHKV, dv_new_BHCV)
+    def chunk(d_state_MKV: jax.Array, xs: tuple) -> tuple:
+        dv_new_MCV, d_read_MKV, w_MCK, k_leave_MCK, total_MK = xs
+        dv_new_MCV = dv_new_MCV + matmul("mck,mkv->mcv", k_leave_MCK, d_state_MKV)
+        d_entering_MKV = total_MK[..., None] * d_state_MKV + d_read_MKV
+        d_entering_MKV = d_entering_MKV - matmul("mck,mcv->mkv", w_MCK, dv_new_MCV)
+        return d_entering_MKV, (d_state_MKV, dv_new_MCV)
 
     xs = (
-        matmul("nbhij,nbhiv->nbhjv", prepared.p_NBHCC, do_NBHCV),
-        matmul("nbhck,nbhcv->nbhkv", prepared.q_enter_NBHCK, do_NBHCV),
-        prepared.w_NBHCK,
-        prepared.k_leave_NBHCK,
-        prepared.decay.total_K,
+        matmul("nmij,nmiv->nmjv", prepared.p_NMCC, do_NMCV),
+        matmul("nmck,nmcv->nmkv", prepared.q_enter_NMCK, do_NMCV),
+        prepared.w_NMCK,
+        prepared.k_leave_NMCK,
+        prepared.total_NMK,
     )
-    d_state_BHKV, (d_leaving_NBHKV, dv_new_NBHCV) = jax.lax.scan(
-        chunk, d_state_BHKV, xs, reverse=True
-    )
-    return d_state_BHKV, d_leaving_NBHKV, dv_new_NBHCV
+    d_state_MKV, (d_leaving_NMKV, dv_new_NMCV) = jax.lax.scan(chunk, d_state_MKV, xs, reverse=True)
+    return d_state_MKV, d_leaving_NMKV, dv_new_NMCV
 
 
-def _mask(pattern_CC: np.ndarray, x_NBHCC: jax.Array) -> jax.Array:
-    return jnp.broadcast_to(pattern_CC, x_NBHCC.shape)
+def _mask(pattern_CC: np.ndarray, x_NMCC: jax.Array) -> jax.Array:
+    return jnp.broadcast_to(pattern_CC, x_NMCC.shape)
