@@ -29,8 +29,9 @@ def attention_xla(
 
 
 def default_block_size(num_tokens: int) -> int:
-    """One block up to 256 tokens; for long sequences at most about 16 blocks up to 16K tokens."""
-    largest = 256 if num_tokens <= 2048 else 512 if num_tokens <= 8192 else 1024
+    """About eight blocks, of 128 to 1024 tokens: the diagonal wastes little, the loop is short, and
+    the scores of one pair of blocks take no more memory than the output does."""
+    largest = min(1024, max(128, num_tokens // 8))
     if num_tokens <= largest:
         return num_tokens
     num_blocks = -(-num_tokens // largest)

@@ -92,7 +92,7 @@ def test_blocks_equal_dense_in_float64(x64, num_tokens, block_size, kind):
 
 @pytest.mark.parametrize("kind", ["none", "packed"])
 def test_default_call_in_float32(kind):
-    """Four blocks of the size chosen by the front, the default scale, K larger than V."""
+    """Eight blocks of the size chosen by the front, the default scale, K larger than V."""
     arrays = inputs(1000, batch=1, heads=1, width=24)
     segment_ids = documents(1000, kind, batch=1)
     actual = with_gradients(front(None), segment_ids, *arrays)
@@ -123,6 +123,14 @@ def test_splash_interpreted(num_tokens, kind):
     wide = [x.astype(jnp.float32) for x in (q, k, v)]
     expected = with_gradients(dense(192**-0.5), segment_ids, *wide, do)
     assert_close(actual, expected, 1e-2)
+
+
+def test_splash_lowers_for_a_tpu(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    shapes = [jax.ShapeDtypeStruct((1, 600, 2, w), jnp.bfloat16) for w in (192, 192, 128)]
+    loss = jax.grad(lambda q, k, v: jnp.sum(attention(q, k, v) ** 2), (0, 1, 2))  # None is splash
+    lowered = jax.jit(loss).trace(*shapes).lower(lowering_platforms=("tpu",))
+    assert lowered.as_text().count("tpu_custom_call") == 3  # o, dq, and dk with dv
 
 
 def test_large_scores_do_not_overflow():
@@ -173,7 +181,6 @@ def test_block_size_covers_the_sequence_with_little_padding():
         num_blocks = -(-num_tokens // block_size)
         assert block_size <= 1024
         assert num_blocks * block_size - num_tokens < max(16 * num_blocks, 1)
-    assert default_block_size(256) == 256
 
 
 def test_inside_shard_map():
