@@ -55,8 +55,8 @@ grouped_matmul_xla.defvjp(_forward, _backward)
 
 
 class _Layout(NamedTuple):
-    """How rows map to blocks. Blocks and slots of no group are out of range on purpose: reads of
-    them give 0, so that padding needs no masks of its own."""
+    """How rows map to the slots of blocks. What belongs to no group gets an index just out of
+    range, which reads with mode="fill" turn into zeros."""
 
     block_rows: int
     group_J: jax.Array  # E for a block of no group
@@ -132,7 +132,7 @@ def _multiply_blocks(
         )
         return y_CN.astype(x_CK.dtype)
 
-    at_once = max(1, GATHER_BYTES // (w_EKN[0].size * w_EKN.dtype.itemsize))
+    at_once = max(1, GATHER_BYTES * w_EKN.shape[0] // (w_EKN.size * w_EKN.dtype.itemsize))
     if group_J.shape[0] <= at_once:
         return jax.vmap(multiply)(x_JCK, group_J)
     return jax.lax.map(lambda block: multiply(*block), (x_JCK, group_J), batch_size=at_once)
@@ -162,10 +162,13 @@ def _sum_outer_products(
 
     def add_slice(sums: jax.Array, blocks: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
         x_GCK, dy_GCN, group_G = blocks
-        einsum = partial(
-            jnp.einsum, precision=precision_for(x_GCK.dtype), preferred_element_type=dtype
+        outer_GKN = jnp.einsum(
+            "gck,gcn->gkn",
+            x_GCK,
+            dy_GCN,
+            precision=precision_for(x_GCK.dtype),
+            preferred_element_type=dtype,
         )
-        outer_GKN = einsum("gck,gcn->gkn", x_GCK, dy_GCN)
         same_run_GG = (group_G[:, None] == group_G[None, :]).astype(dtype)
         totals_GKN = jnp.einsum(
             "hg,gkn->hkn", same_run_GG, outer_GKN, precision=jax.lax.Precision.HIGHEST

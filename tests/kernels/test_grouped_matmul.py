@@ -23,6 +23,7 @@ CASES = {
     "blocks_of_16": (128, [32, 0, 16, 64, 16], 16),
     "blocks_of_16_trailing": (150, [32, 0, 16, 48], 16),
     "blocks_of_48_one_group": (200, [0, 0, 192], 48),
+    "fewer_rows_than_a_block": (10, [0, 0], 16),
     "short_blocks": (40, [8, 0, 24], 4),
     "many_blocks": (400, [16] * 3 + [0] * 9 + [128, 0, 160], 16),
 }
