@@ -66,38 +66,44 @@ def _forward(options: KdaOptions, num_slabs: int, inputs: KdaInputs) -> tuple:
 
     def slab(state_MKV: jax.Array, index: jax.Array) -> tuple:
         rows, cuts = _slab_rows(inputs, index, num_slabs, options)
-        prepared = wy.prepare(_operands(rows, options), cuts, options.tile_bound, precision)
-        state_MKV, states_NMKV, v_new_NMCV = wy.scan_states(prepared, state_MKV, precision)
-        o_NMCV = wy.outputs(prepared, states_NMKV, v_new_NMCV, precision)
+        x = _operands(rows, options)
+        decay = wy.decays(x.g_NMCK, cuts, options.tile_bound)
+        solved = wy.solve(x, decay, cuts, options.tile_bound)
+        prepared = wy.prepare(x, decay, solved.inverse_NMCC, precision)
+        state_MKV, states_NMKV, v_new_NMCV = wy.scan_states(
+            prepared, decay.total_NMK, state_MKV, precision
+        )
+        o_NMCV = wy.outputs(prepared, solved.p_NMCC, states_NMKV, v_new_NMCV, precision)
         o_BTHV = _from_chunks(o_NMCV, batch)
-        return state_MKV, (o_BTHV.astype(inputs.v_BTHV.dtype), states_NMKV)
+        return state_MKV, (o_BTHV.astype(inputs.v_BTHV.dtype), (states_NMKV, solved))
 
     initial_state_BHKV = inputs.initial_state_BHKV
-    final_state_MKV, (o_slabs, states) = jax.lax.scan(
+    final_state_MKV, (o_slabs, saved) = jax.lax.scan(
         slab, _merge_heads(initial_state_BHKV), jnp.arange(num_slabs)
     )
     final_state_BHKV = final_state_MKV.reshape(initial_state_BHKV.shape)
-    return (_join_slabs(o_slabs), final_state_BHKV), (inputs, states)
+    return (_join_slabs(o_slabs), final_state_BHKV), (inputs, saved)
 
 
 def _backward(options: KdaOptions, num_slabs: int, residuals: tuple, cotangents: tuple) -> tuple:
-    inputs, states = residuals
+    inputs, saved = residuals
     do_BTHV, d_final_state_BHKV = cotangents
     precision = _state_precision(inputs)
 
     def slab(d_state_MKV: jax.Array, xs: tuple) -> tuple:
-        index, states_NMKV = xs
+        index, (states_NMKV, solved) = xs
         rows, cuts = _slab_rows(inputs, index, num_slabs, options)
         operands, operands_vjp = jax.vjp(
             lambda *arrays: _operands(KdaInputs(*arrays, *rows[7:]), options), *rows[:7]
         )
-        prepared = wy.prepare(operands, cuts, options.tile_bound, precision)
+        decay = wy.decays(operands.g_NMCK, cuts, options.tile_bound)
         do_slab_BTHV = _slab_slice(do_BTHV, index, num_slabs).astype(inputs.compute_dtype)
         do_NMCV = _to_chunks(do_slab_BTHV, options.chunk_size)
         d_operands, d_state_MKV = wy.vjp(
             operands,
+            decay,
             cuts,
-            prepared,
+            solved,
             states_NMKV,
             do_NMCV,
             d_state_MKV,
@@ -107,7 +113,7 @@ def _backward(options: KdaOptions, num_slabs: int, residuals: tuple, cotangents:
         return d_state_MKV, operands_vjp(d_operands)
 
     d_state_MKV, d_slabs = jax.lax.scan(
-        slab, _merge_heads(d_final_state_BHKV), (jnp.arange(num_slabs), states), reverse=True
+        slab, _merge_heads(d_final_state_BHKV), (jnp.arange(num_slabs), saved), reverse=True
     )
     d_initial_state_BHKV = d_state_MKV.reshape(d_final_state_BHKV.shape)
     d_tokens = [_join_slabs(d) for d in d_slabs[:5]]

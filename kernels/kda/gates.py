@@ -58,7 +58,22 @@ def write_strength(beta_BTH: jax.Array, is_logit: bool) -> jax.Array:
     return jax.nn.sigmoid(_fp32(beta_BTH)) if is_logit else _fp32(beta_BTH)
 
 
+@jax.custom_vjp
 def l2_normalize(x_BTHK: jax.Array) -> jax.Array:
-    """x / sqrt(sum of squares + 1e-6) over the last dim (Kimi K3 report Eq. 2)."""
-    x_BTHK = _fp32(x_BTHK)
-    return x_BTHK * jax.lax.rsqrt(jnp.sum(jnp.square(x_BTHK), axis=-1, keepdims=True) + L2_NORM_EPS)
+    """x / sqrt(sum of squares + 1e-6) over the last dim, in x's dtype (Kimi K3 report Eq. 2)."""
+    return _l2_normalize(x_BTHK)[0]
+
+
+def _l2_normalize(x_BTHK: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    rstd_BTH1 = jax.lax.rsqrt(jnp.sum(jnp.square(x_BTHK), axis=-1, keepdims=True) + L2_NORM_EPS)
+    y_BTHK = x_BTHK * rstd_BTH1
+    return y_BTHK, (y_BTHK, rstd_BTH1)
+
+
+def _l2_normalize_vjp(saved: tuple[jax.Array, jax.Array], dy_BTHK: jax.Array) -> tuple[jax.Array]:
+    y_BTHK, rstd_BTH1 = saved
+    along_BTH1 = jnp.sum(y_BTHK * dy_BTHK, axis=-1, keepdims=True)
+    return (rstd_BTH1 * (dy_BTHK - y_BTHK * along_BTH1),)
+
+
+l2_normalize.defvjp(_l2_normalize, _l2_normalize_vjp)

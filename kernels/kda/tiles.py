@@ -16,10 +16,11 @@ a strong decay elsewhere in the chunk costs a weak one no accuracy. The same hol
 because the gradient of g is the transpose of the sums.
 
 Letters: C chunk rows, N tiles of the chunk, S tiles left of the diagonal, I rows and J columns of a
-tile, X kinds of row operand (q and beta * k), K key dim.
+tile, K key dim. `xs` are the row operands (q and beta * k), which meet the same columns.
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -113,95 +114,108 @@ def _halving_sums(g_NIK: jax.Array) -> tuple[tuple[jax.Array, jax.Array], ...]:
 
 
 def strict_scores(
-    q_CK: jax.Array, kb_CK: jax.Array, k_CK: jax.Array, decay: Spans, tile_bound: float | None
-) -> tuple[jax.Array, jax.Array]:
-    """Decayed scores of the row operands q and kb against k, [..., C, C] each.
+    xs_CK: Sequence[jax.Array], k_CK: jax.Array, decay: Spans, tile_bound: float | None
+) -> list[jax.Array]:
+    """Decayed scores [..., C, C] of each row operand x against k.
 
-    Entry i > j is sum_c q_ic k_jc exp(G_ic - G_jc); entries on and above the diagonal are 0.
+    Entry i > j is sum_c x_ic k_jc exp(G_ic - G_jc); entries on and above the diagonal are 0.
 
     tile_bound: a lower bound of g in [-5.5, 0) takes one matmul per diagonal tile; None takes the
     levels of halving, for any g.
     """
-    x_NXIK, k_NJK = _stack_rows(q_CK, kb_CK), split_tiles(k_CK)
-    diagonal_NXIJ = 0.0
-    for row_NIK, column_NJK, pairs_IJ in _diagonal_factors(decay, tile_bound):
-        scores_NXIJ = _einsum(
-            "...xik,...jk->...xij", x_NXIK * row_NIK[..., None, :, :], k_NJK * column_NJK
-        )
-        diagonal_NXIJ += _keep_pairs(scores_NXIJ, pairs_IJ)
-
-    row_tiles = []
-    for r in range(k_NJK.shape[-3]):
-        parts = [diagonal_NXIJ[..., r, :, :, :]]
-        if r > 0:
-            row_XIK, column_CK = _off_diagonal_operands(x_NXIK, k_NJK, decay, r)
-            parts.insert(0, _einsum("...xik,...ck->...xic", row_XIK, column_CK))
-        row_XIC = jnp.concatenate(parts, axis=-1)
-        row_tiles.append(_pad_dim(row_XIC, -1, k_CK.shape[-2] - row_XIC.shape[-1]))
-    scores_XCC = jnp.concatenate(row_tiles, axis=-2)
-    return scores_XCC[..., 0, :, :], scores_XCC[..., 1, :, :]
+    k_NJK, shift = split_tiles(k_CK), _shift(tile_bound)
+    num_rows, num_tiles = k_CK.shape[-2], k_NJK.shape[-3]
+    columns = [None] + [
+        k_CK[..., : r * TILE, :] * _left_factors(decay, r, shift) for r in range(1, num_tiles)
+    ]
+    all_scores = []
+    for x_NIK in map(split_tiles, xs_CK):
+        diagonal_NIJ = 0.0
+        for row_NIK, column_NJK, pairs_IJ in _diagonal_factors(decay, tile_bound):
+            scores_NIJ = _einsum("...ik,...jk->...ij", x_NIK * row_NIK, k_NJK * column_NJK)
+            diagonal_NIJ += _select(pairs_IJ, scores_NIJ)
+        rows_NIK, row_tiles = x_NIK * (decay.row_NIK * shift), []
+        for r in range(num_tiles):
+            parts = [diagonal_NIJ[..., r, :, :]]
+            if r > 0:
+                left_IC = _einsum("...ik,...ck->...ic", rows_NIK[..., r, :, :], columns[r])
+                parts.insert(0, left_IC)
+            row_IC = jnp.concatenate(parts, axis=-1)
+            row_tiles.append(_pad_dim(row_IC, -1, num_rows - row_IC.shape[-1]))
+        all_scores.append(jnp.concatenate(row_tiles, axis=-2))
+    return all_scores
 
 
 def strict_scores_vjp(
-    d_q_CC: jax.Array,
-    d_kb_CC: jax.Array,
-    q_CK: jax.Array,
-    kb_CK: jax.Array,
+    ds_CC: Sequence[jax.Array],
+    xs_CK: Sequence[jax.Array],
     k_CK: jax.Array,
     decay: Spans,
     tile_bound: float | None,
-) -> tuple[jax.Array, jax.Array, jax.Array, Spans]:
-    """Gradients of strict_scores: dq, dkb and dk [..., C, K], and those of the span sums.
+) -> tuple[list[jax.Array], jax.Array, Spans]:
+    """Gradients of strict_scores: those of the xs, of k, and of the span sums.
 
-    The cotangents must be 0 on and above the diagonal.
+    The cotangents ds must be 0 on and above the diagonal. Where a factor exp(sum) multiplies x, the
+    gradient of the sum is x * dx.
     """
-    x_NXIK, k_NJK = _stack_rows(q_CK, kb_CK), split_tiles(k_CK)
-    d_XCC = jnp.stack([d_q_CC, d_kb_CC], axis=-3)
-    dx_NXIK, dk_NJK, d_sums = _off_diagonal_vjp(d_XCC, x_NXIK, k_NJK, decay)
+    xs_NIK, k_NJK = [split_tiles(x_CK) for x_CK in xs_CK], split_tiles(k_CK)
+    dxs_NIK, dk_NJK, to_anchor = _left_vjp(ds_CC, xs_NIK, k_NJK, decay, _shift(tile_bound))
+    d_row_NIK, d_column_NJK = _sum_products(xs_NIK, dxs_NIK), k_NJK * dk_NJK
 
-    d_NXIJ = jnp.stack([_diagonal_tiles(d_q_CC), _diagonal_tiles(d_kb_CC)], axis=-3)
-    halves = []
+    halves, ds_NIJ = [], [_diagonal_tiles(d_CC) for d_CC in ds_CC]
     for row_NIK, column_NJK, pairs_IJ in _diagonal_factors(decay, tile_bound):
-        kept_NXIJ, row_NXIK = _keep_pairs(d_NXIJ, pairs_IJ), row_NIK[..., None, :, :]
-        dx_part_NXIK = row_NXIK * _einsum("...xij,...jk->...xik", kept_NXIJ, k_NJK * column_NJK)
-        dk_part_NJK = column_NJK * _einsum("...xij,...xik->...jk", kept_NXIJ, x_NXIK * row_NXIK)
-        dx_NXIK, dk_NJK = dx_NXIK + dx_part_NXIK, dk_NJK + dk_part_NJK
-        halves.append((_row_products(x_NXIK, dx_part_NXIK), k_NJK * dk_part_NJK))
-    if tile_bound is None:
-        d_sums = d_sums._replace(halves=tuple(halves))
-    else:
+        kept_NIJ = [_select(pairs_IJ, d_NIJ) for d_NIJ in ds_NIJ]
+        k_column_NJK = k_NJK * column_NJK
+        dxs_part = [_einsum("...ij,...jk->...ik", d, k_column_NJK) * row_NIK for d in kept_NIJ]
+        dk_part_NJK = column_NJK * sum(
+            _einsum("...ij,...ik->...jk", d_NIJ, x_NIK * row_NIK)
+            for d_NIJ, x_NIK in zip(kept_NIJ, xs_NIK, strict=True)
+        )
+        halves.append((_sum_products(xs_NIK, dxs_part), k_NJK * dk_part_NJK))
+        dxs_NIK = [dx + part for dx, part in zip(dxs_NIK, dxs_part, strict=True)]
+        dk_NJK = dk_NJK + dk_part_NJK
+    if tile_bound is not None:
+        # The one level spans (first row, row] on both sides, on the columns' with a minus.
         ((rows_NIK, columns_NJK),) = halves
-        d_sums = d_sums._replace(row_NIK=d_sums.row_NIK + rows_NIK - columns_NJK)
-    dq_CK, dkb_CK = (join_tiles(dx_NXIK[..., x, :, :]) for x in range(2))
-    return dq_CK, dkb_CK, join_tiles(dk_NJK), d_sums
-
-
-def _off_diagonal_vjp(
-    d_XCC: jax.Array, x_NXIK: jax.Array, k_NJK: jax.Array, decay: Spans
-) -> tuple[jax.Array, jax.Array, Spans]:
-    num_tiles = k_NJK.shape[-3]
-    dx_tiles, d_to_anchor = [jnp.zeros_like(x_NXIK[..., 0, :, :, :])], []
-    dk_NJK = jnp.zeros_like(k_NJK)
-    for r in range(1, num_tiles):
-        row_XIK, column_CK = _off_diagonal_operands(x_NXIK, k_NJK, decay, r)
-        d_XIC = d_XCC[..., r * TILE : (r + 1) * TILE, : r * TILE]
-        dx_XIK = _einsum("...xic,...ck->...xik", d_XIC, column_CK)
-        dx_tiles.append(dx_XIK * decay.row_NIK[..., r, None, :, :])
-        dk_SJK = split_tiles(_einsum("...xic,...xik->...ck", d_XIC, row_XIK))
-        dk_SJK = dk_SJK * _off_diagonal_columns(decay, r)
-        d_to_anchor.append(jnp.sum(k_NJK[..., :r, :, :] * dk_SJK, axis=-2))
-        dk_NJK = dk_NJK + _pad_dim(dk_SJK, -3, num_tiles - r)
-    dx_NXIK = jnp.stack(dx_tiles, axis=-4)
+        d_row_NIK, halves = d_row_NIK + rows_NIK - columns_NJK, ()
     d_sums = Spans(
-        row_NIK=_row_products(x_NXIK, dx_NXIK),
-        column_NJK=k_NJK * dk_NJK,
-        to_anchor=tuple(d_to_anchor),
-        halves=(),
+        row_NIK=d_row_NIK,
+        column_NJK=d_column_NJK,
+        to_anchor=to_anchor,
+        halves=tuple(halves),
         start_NK=jnp.zeros_like(decay.start_NK),
         end_NK=jnp.zeros_like(decay.end_NK),
         total_K=jnp.zeros_like(decay.total_K),
     )
-    return dx_NXIK, dk_NJK, d_sums
+    return [join_tiles(dx_NIK) for dx_NIK in dxs_NIK], join_tiles(dk_NJK), d_sums
+
+
+def _left_vjp(
+    ds_CC: Sequence[jax.Array],
+    xs_NIK: Sequence[jax.Array],
+    k_NJK: jax.Array,
+    decay: Spans,
+    shift: float,
+) -> tuple[list[jax.Array], jax.Array, tuple[jax.Array, ...]]:
+    """The part of the tiles left of the diagonal: gradients of the xs, of k and of to_anchor."""
+    num_tiles, row_NIK = k_NJK.shape[-3], decay.row_NIK * shift
+    dx_tiles = [[jnp.zeros_like(x_NIK[..., 0, :, :])] for x_NIK in xs_NIK]
+    dk_NJK, d_to_anchor = jnp.zeros_like(k_NJK), []
+    for r in range(1, num_tiles):
+        factors_CK = _left_factors(decay, r, shift)
+        columns_CK = join_tiles(k_NJK[..., :r, :, :]) * factors_CK
+        d_columns_CK = 0.0
+        for d_CC, x_NIK, dx_tile in zip(ds_CC, xs_NIK, dx_tiles, strict=True):
+            d_IC = d_CC[..., r * TILE : (r + 1) * TILE, : r * TILE]
+            dx_IK = _einsum("...ic,...ck->...ik", d_IC, columns_CK)
+            dx_tile.append(dx_IK * row_NIK[..., r, :, :])
+            rows_IK = x_NIK[..., r, :, :] * row_NIK[..., r, :, :]
+            d_columns_CK += _einsum("...ic,...ik->...ck", d_IC, rows_IK)
+        dk_SJK = split_tiles(d_columns_CK * factors_CK)
+        d_to_anchor.append(jnp.sum(k_NJK[..., :r, :, :] * dk_SJK, axis=-2))
+        dk_NJK = dk_NJK + _pad_dim(dk_SJK, -3, num_tiles - r)
+    dxs_NIK = [jnp.stack(dx_tile, axis=-3) for dx_tile in dx_tiles]
+    return dxs_NIK, dk_NJK, tuple(d_to_anchor)
 
 
 def unit_lower_inverse(l_CC: jax.Array) -> jax.Array:
@@ -238,8 +252,13 @@ def _pad_dim(x: jax.Array, dim: int, amount: int) -> jax.Array:
     return jnp.pad(x, widths)
 
 
-def _stack_rows(q_CK: jax.Array, kb_CK: jax.Array) -> jax.Array:
-    return jnp.stack([split_tiles(q_CK), split_tiles(kb_CK)], axis=-3)
+def _select(keep_IJ: np.ndarray, x_IJ: jax.Array) -> jax.Array:
+    # Not a product with 0 and 1: an entry that is left out may have overflowed.
+    return jnp.where(jnp.broadcast_to(keep_IJ, x_IJ.shape), x_IJ, 0.0)
+
+
+def _sum_products(xs: Sequence[jax.Array], ys: Sequence[jax.Array]) -> jax.Array:
+    return sum(x * y for x, y in zip(xs, ys, strict=True))
 
 
 def _diagonal_tiles(x_CC: jax.Array) -> jax.Array:
@@ -247,15 +266,11 @@ def _diagonal_tiles(x_CC: jax.Array) -> jax.Array:
     return jnp.stack([x_CC[..., s : s + TILE, s : s + TILE] for s in starts], axis=-3)
 
 
-def _row_products(x_NXIK: jax.Array, dx_NXIK: jax.Array) -> jax.Array:
-    # Not jnp.sum(x * dx, -3): XLA:CPU of jaxlib 0.10.2 crashes on such reductions at rank 7.
-    q_NIK, kb_NIK = (x_NXIK[..., x, :, :] * dx_NXIK[..., x, :, :] for x in range(2))
-    return q_NIK + kb_NIK
-
-
-def _keep_pairs(x_NXIJ: jax.Array, pairs_IJ: np.ndarray) -> jax.Array:
-    # A select, not a product: an entry that is left out may have overflowed.
-    return jnp.where(jnp.broadcast_to(pairs_IJ, x_NXIJ.shape), x_NXIJ, 0.0)
+def _shift(tile_bound: float | None) -> float:
+    """Centres the range of the factors. A power of two, so that it rounds nothing."""
+    if tile_bound is None:
+        return 1.0
+    return 2.0 ** round(0.5 * (TILE - 1) * -tile_bound / math.log(2.0))
 
 
 def _diagonal_factors(
@@ -264,19 +279,11 @@ def _diagonal_factors(
     """Splits of exp(G_i - G_j) inside the diagonal tiles: (rows, columns, pairs they serve)."""
     if tile_bound is None:
         return [(*half, pairs) for half, (_, _, pairs) in zip(decay.halves, _LEVELS, strict=True)]
-    # A power of two as the anchor's constant centres the range of the factors without rounding.
-    shift = 2.0 ** round(0.5 * (TILE - 1) * -tile_bound / math.log(2.0))
-    row_NIK = decay.row_NIK * shift
+    row_NIK = decay.row_NIK * _shift(tile_bound)
     return [(row_NIK, 1.0 / row_NIK, _STRICT)]
 
 
-def _off_diagonal_columns(decay: Spans, r: int) -> jax.Array:
-    return decay.column_NJK[..., :r, :, :] * decay.to_anchor[r - 1][..., None, :]
-
-
-def _off_diagonal_operands(
-    x_NXIK: jax.Array, k_NJK: jax.Array, decay: Spans, r: int
-) -> tuple[jax.Array, jax.Array]:
-    """Row tile r and all columns left of its diagonal tile, seen from the anchor of r."""
-    row_XIK = x_NXIK[..., r, :, :, :] * decay.row_NIK[..., r, None, :, :]
-    return row_XIK, join_tiles(k_NJK[..., :r, :, :] * _off_diagonal_columns(decay, r))
+def _left_factors(decay: Spans, r: int, shift: float) -> jax.Array:
+    """Decay from every row left of diagonal tile r to the anchor of r, [..., 16 r, K]."""
+    to_anchor_S1K = decay.to_anchor[r - 1][..., None, :]
+    return join_tiles(decay.column_NJK[..., :r, :, :] * (to_anchor_S1K / shift))

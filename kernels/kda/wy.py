@@ -44,20 +44,27 @@ class Segments(NamedTuple):
     passes_NM1: jax.Array  # one segment spans the chunk and the row before it
 
 
-class Prepared(NamedTuple):
-    """A chunk before its state is known."""
-
-    decay: tiles.Spans
+class Decays(NamedTuple):
+    spans: tiles.Spans
     from_start_NMCK: jax.Array  # exp(G), 0 in rows that the entering state does not reach
     to_end_NMCK: jax.Array  # exp(G_C - G), 0 in rows that the leaving state does not hold
     total_NMK: jax.Array  # exp(G_C), 0 if the state does not pass through
+
+
+class Solved(NamedTuple):
+    """The costly part of a chunk, which the forward hands to the backward."""
+
     p_NMCC: jax.Array
-    inverse_NMCC: jax.Array
+    inverse_NMCC: jax.Array  # T
+
+
+class Prepared(NamedTuple):
+    """What the state meets in a chunk."""
+
     w_NMCK: jax.Array
     u_NMCV: jax.Array
-    q_enter_NMCK: jax.Array  # q exp(G), meets S
-    kb_enter_NMCK: jax.Array  # kb exp(G), meets S
-    k_leave_NMCK: jax.Array  # k exp(G_C - G), writes S'
+    q_enter_NMCK: jax.Array  # q exp(G)
+    k_leave_NMCK: jax.Array  # k exp(G_C - G)
 
 
 def segments(segment_NMC: jax.Array, before_M: jax.Array) -> Segments:
@@ -72,45 +79,50 @@ def segments(segment_NMC: jax.Array, before_M: jax.Array) -> Segments:
     )
 
 
-def prepare(
-    x: Operands,
-    cuts: Segments | None,
-    tile_bound: float | None,
-    precision: jax.lax.Precision,
-) -> Prepared:
-    """Everything that can be computed without the state; tile_bound as in tiles.strict_scores."""
-    decay = jax.tree.map(jnp.exp, tiles.span_sums(x.g_NMCK, with_halves=tile_bound is None))
-    from_start_NMCK = tiles.join_tiles(decay.row_NIK * decay.start_NK[..., None, :])
-    to_end_NMCK = tiles.join_tiles(decay.column_NJK * decay.end_NK[..., None, :])
-    total_NMK = decay.total_K
-    scores_NMCC, l_NMCC = tiles.strict_scores(x.q_NMCK, x.kb_NMCK, x.k_NMCK, decay, tile_bound)
+def decays(g_NMCK: jax.Array, cuts: Segments | None, tile_bound: float | None) -> Decays:
+    """Every decay factor of the chunks; tile_bound as in tiles.strict_scores."""
+    spans = jax.tree.map(jnp.exp, tiles.span_sums(g_NMCK, with_halves=tile_bound is None))
+    from_start_NMCK = tiles.join_tiles(spans.row_NIK * spans.start_NK[..., None, :])
+    to_end_NMCK = tiles.join_tiles(spans.column_NJK * spans.end_NK[..., None, :])
+    if cuts is None:
+        return Decays(spans, from_start_NMCK, to_end_NMCK, spans.total_K)
+    return Decays(
+        spans,
+        jnp.where(cuts.enters_NMC1, from_start_NMCK, 0.0),
+        jnp.where(cuts.leaves_NMC1, to_end_NMCK, 0.0),
+        jnp.where(cuts.passes_NM1, spans.total_K, 0.0),
+    )
+
+
+def solve(x: Operands, decay: Decays, cuts: Segments | None, tile_bound: float | None) -> Solved:
+    """Scores of the chunks and the inverse; tile_bound as in tiles.strict_scores."""
+    p_NMCC, l_NMCC = tiles.strict_scores((x.q_NMCK, x.kb_NMCK), x.k_NMCK, decay.spans, tile_bound)
     if cuts is not None:
-        scores_NMCC = jnp.where(cuts.together_NMCC, scores_NMCC, 0.0)
+        p_NMCC = jnp.where(cuts.together_NMCC, p_NMCC, 0.0)
         l_NMCC = jnp.where(cuts.together_NMCC, l_NMCC, 0.0)
-        from_start_NMCK = jnp.where(cuts.enters_NMC1, from_start_NMCK, 0.0)
-        to_end_NMCK = jnp.where(cuts.leaves_NMC1, to_end_NMCK, 0.0)
-        total_NMK = jnp.where(cuts.passes_NM1, total_NMK, 0.0)
-    diagonal_NMCC = _mask(np.eye(scores_NMCC.shape[-1], dtype=bool), scores_NMCC)
-    own_NMC = jnp.sum(x.q_NMCK * x.k_NMCK, axis=-1)
-    inverse_NMCC = tiles.unit_lower_inverse(l_NMCC)
-    kb_enter_NMCK = x.kb_NMCK * from_start_NMCK
+    own_NMC1 = jnp.sum(x.q_NMCK * x.k_NMCK, axis=-1, keepdims=True)
+    diagonal_NMCC = _mask(np.eye(p_NMCC.shape[-1], dtype=bool), p_NMCC)
+    return Solved(
+        p_NMCC=jnp.where(diagonal_NMCC, own_NMC1, p_NMCC),
+        inverse_NMCC=tiles.unit_lower_inverse(l_NMCC),
+    )
+
+
+def prepare(
+    x: Operands, decay: Decays, inverse_NMCC: jax.Array, precision: jax.lax.Precision
+) -> Prepared:
+    """The chunks' operands of the products with the state."""
+    kb_enter_NMCK = x.kb_NMCK * decay.from_start_NMCK
     return Prepared(
-        decay=decay,
-        from_start_NMCK=from_start_NMCK,
-        to_end_NMCK=to_end_NMCK,
-        total_NMK=total_NMK,
-        p_NMCC=jnp.where(diagonal_NMCC, own_NMC[..., None], scores_NMCC),
-        inverse_NMCC=inverse_NMCC,
         w_NMCK=jnp.matmul(inverse_NMCC, kb_enter_NMCK, precision=precision),
         u_NMCV=jnp.matmul(inverse_NMCC, x.vb_NMCV, precision=precision),
-        q_enter_NMCK=x.q_NMCK * from_start_NMCK,
-        kb_enter_NMCK=kb_enter_NMCK,
-        k_leave_NMCK=x.k_NMCK * to_end_NMCK,
+        q_enter_NMCK=x.q_NMCK * decay.from_start_NMCK,
+        k_leave_NMCK=x.k_NMCK * decay.to_end_NMCK,
     )
 
 
 def scan_states(
-    prepared: Prepared, state_MKV: jax.Array, precision: jax.lax.Precision
+    x: Prepared, total_NMK: jax.Array, state_MKV: jax.Array, precision: jax.lax.Precision
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Carries the state over the chunks: (leaving state, entering states_NMKV, v_new_NMCV)."""
 
@@ -120,26 +132,28 @@ def scan_states(
         written_MKV = jnp.einsum("mck,mcv->mkv", k_leave_MCK, v_new_MCV, precision=precision)
         return total_MK[..., None] * state_MKV + written_MKV, (state_MKV, v_new_MCV)
 
-    xs = (prepared.w_NMCK, prepared.u_NMCV, prepared.k_leave_NMCK, prepared.total_NMK)
+    xs = (x.w_NMCK, x.u_NMCV, x.k_leave_NMCK, total_NMK)
     state_MKV, (states_NMKV, v_new_NMCV) = jax.lax.scan(chunk, state_MKV, xs)
     return state_MKV, states_NMKV, v_new_NMCV
 
 
 def outputs(
-    prepared: Prepared,
+    x: Prepared,
+    p_NMCC: jax.Array,
     states_NMKV: jax.Array,
     v_new_NMCV: jax.Array,
     precision: jax.lax.Precision,
 ) -> jax.Array:
     """o_NMCV: what every row reads from the entering state and from its own chunk."""
-    read_NMCV = jnp.matmul(prepared.q_enter_NMCK, states_NMKV, precision=precision)
-    return read_NMCV + jnp.matmul(prepared.p_NMCC, v_new_NMCV, precision=precision)
+    read_NMCV = jnp.matmul(x.q_enter_NMCK, states_NMKV, precision=precision)
+    return read_NMCV + jnp.matmul(p_NMCC, v_new_NMCV, precision=precision)
 
 
 def vjp(
     x: Operands,
+    decay: Decays,
     cuts: Segments | None,
-    prepared: Prepared,
+    solved: Solved,
     states_NMKV: jax.Array,
     do_NMCV: jax.Array,
     d_state_MKV: jax.Array,
@@ -148,32 +162,33 @@ def vjp(
 ) -> tuple[Operands, jax.Array]:
     """Gradients of the operands and of the first chunk's entering state.
 
-    states_NMKV enter the chunks, do_NMCV is the cotangent of the outputs, d_state_MKV that of
-    the last chunk's leaving state. Pairs i == j carry no decay and stay out of dg, where they would
+    states_NMKV enter the chunks, do_NMCV is the cotangent of the outputs, d_state_MKV that of the
+    last chunk's leaving state. Pairs i == j carry no decay and stay out of dg, where they would
     only cancel.
     """
     matmul = lambda equation, a, b: jnp.einsum(equation, a, b, precision=precision)  # noqa: E731
+    prepared = prepare(x, decay, solved.inverse_NMCC, precision)
     v_new_NMCV = prepared.u_NMCV - matmul("nmck,nmkv->nmcv", prepared.w_NMCK, states_NMKV)
     d_state_MKV, d_leaving_NMKV, dv_new_NMCV = _scan_d_states(
-        prepared, do_NMCV, d_state_MKV, precision
+        prepared, decay.total_NMK, solved.p_NMCC, do_NMCV, d_state_MKV, precision
     )
-    dvb_NMCV = matmul("nmij,nmiv->nmjv", prepared.inverse_NMCC, dv_new_NMCV)
+    dvb_NMCV = matmul("nmij,nmiv->nmjv", solved.inverse_NMCC, dv_new_NMCV)
 
-    strict_NMCC = _mask(np.tri(do_NMCV.shape[-2], k=-1, dtype=bool), prepared.p_NMCC)
+    strict_NMCC = _mask(np.tri(do_NMCV.shape[-2], k=-1, dtype=bool), solved.p_NMCC)
     if cuts is not None:
         strict_NMCC = strict_NMCC & cuts.together_NMCC
     dp_NMCC = matmul("nmiv,nmjv->nmij", do_NMCV, v_new_NMCV)
     dl_NMCC = -matmul("nmiv,nmjv->nmij", dvb_NMCV, v_new_NMCV)
     dp_NMCC, dl_NMCC = (jnp.where(strict_NMCC, d, 0.0) for d in (dp_NMCC, dl_NMCC))
-    dq_NMCK, dkb_NMCK, dk_NMCK, d_sums = tiles.strict_scores_vjp(
-        dp_NMCC, dl_NMCC, x.q_NMCK, x.kb_NMCK, x.k_NMCK, prepared.decay, tile_bound
+    (dq_NMCK, dkb_NMCK), dk_NMCK, d_sums = tiles.strict_scores_vjp(
+        (dp_NMCC, dl_NMCC), (x.q_NMCK, x.kb_NMCK), x.k_NMCK, decay.spans, tile_bound
     )
     dq_enter_NMCK = matmul("nmcv,nmkv->nmck", do_NMCV, states_NMKV)
-    dq_enter_NMCK *= prepared.from_start_NMCK
+    dq_enter_NMCK *= decay.from_start_NMCK
     dkb_enter_NMCK = -matmul("nmcv,nmkv->nmck", dvb_NMCV, states_NMKV)
-    dkb_enter_NMCK *= prepared.from_start_NMCK
+    dkb_enter_NMCK *= decay.from_start_NMCK
     dk_leave_NMCK = matmul("nmcv,nmkv->nmck", v_new_NMCV, d_leaving_NMKV)
-    dk_leave_NMCK *= prepared.to_end_NMCK
+    dk_leave_NMCK *= decay.to_end_NMCK
 
     # A factor exp(sum) on a row of x makes x * dx the gradient of the sum.
     d_start_NIK = tiles.split_tiles(x.q_NMCK * dq_enter_NMCK + x.kb_NMCK * dkb_enter_NMCK)
@@ -183,7 +198,7 @@ def vjp(
         column_NJK=d_sums.column_NJK + d_end_NJK,
         start_NK=jnp.sum(d_start_NIK, axis=-2),
         end_NK=jnp.sum(d_end_NJK, axis=-2),
-        total_K=prepared.total_NMK * jnp.sum(states_NMKV * d_leaving_NMKV, axis=-1),
+        total_K=decay.total_NMK * jnp.sum(states_NMKV * d_leaving_NMKV, axis=-1),
     )
 
     d_own_NMC1 = jnp.sum(do_NMCV * v_new_NMCV, axis=-1, keepdims=True)
@@ -198,7 +213,9 @@ def vjp(
 
 
 def _scan_d_states(
-    prepared: Prepared,
+    x: Prepared,
+    total_NMK: jax.Array,
+    p_NMCC: jax.Array,
     do_NMCV: jax.Array,
     d_state_MKV: jax.Array,
     precision: jax.lax.Precision,
@@ -214,11 +231,11 @@ def _scan_d_states(
         return d_entering_MKV, (d_state_MKV, dv_new_MCV)
 
     xs = (
-        matmul("nmij,nmiv->nmjv", prepared.p_NMCC, do_NMCV),
-        matmul("nmck,nmcv->nmkv", prepared.q_enter_NMCK, do_NMCV),
-        prepared.w_NMCK,
-        prepared.k_leave_NMCK,
-        prepared.total_NMK,
+        matmul("nmij,nmiv->nmjv", p_NMCC, do_NMCV),
+        matmul("nmck,nmcv->nmkv", x.q_enter_NMCK, do_NMCV),
+        x.w_NMCK,
+        x.k_leave_NMCK,
+        total_NMK,
     )
     d_state_MKV, (d_leaving_NMKV, dv_new_NMCV) = jax.lax.scan(chunk, d_state_MKV, xs, reverse=True)
     return d_state_MKV, d_leaving_NMKV, dv_new_NMCV
