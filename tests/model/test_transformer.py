@@ -174,8 +174,8 @@ def test_gradients_match_finite_differences(x64):
 def test_packed_documents_equal_documents_alone(x64):
     config, params, balance = setup()
     lengths = [1, 5, 17, 2, 12]
-    inputs = tokens(config, 1, 40)
-    ids = np.zeros((1, 40), np.int32)
+    inputs = tokens(config, 1, 42)
+    ids = np.zeros((1, 42), np.int32)
     ids[0, : sum(lengths)] = np.repeat(np.arange(1, 6), lengths)
     packed, aux = forward(config, params, balance, inputs, jnp.asarray(ids))
     # Each document in a row of its own; what follows it there cannot reach back.
