@@ -25,7 +25,7 @@ Intermediates = dict[str, jax.Array]
 class Context(NamedTuple):
     """What every layer sees unchanged: loop constants of the scan."""
 
-    sources_NBTD: jax.Array | None  # closed AttnRes blocks, the embedding first
+    sources: tuple[jax.Array, ...]  # closed AttnRes blocks [B, T, D], the embedding first
     segment_ids_BT: jax.Array | None
     valid_BT: jax.Array  # False on padding
 
@@ -98,7 +98,7 @@ class ResidualMixer:
     ) -> None:
         self.eps = config.norm_eps
         self.query_SD, self.norm_SD = query_SD, norm_SD
-        self.phase1: SourceMix = mix_sources(context.sources_NBTD, query_SD, norm_SD, eps=self.eps)
+        self.phase1: SourceMix = mix_sources(context.sources, query_SD, norm_SD, eps=self.eps)
         self.next = 0
 
     def __call__(self, partial_BTD: jax.Array, has_partial: jax.Array | bool) -> jax.Array:
@@ -141,7 +141,7 @@ class Group(nn.Module):
                 has_partial = True if i else jnp.logical_not(inputs.opens_block)
                 h_BTD = mixer(partial_BTD, has_partial)
             else:
-                h_BTD = partial_BTD if context.sources_NBTD is None else context.sources_NBTD[-1]
+                h_BTD = context.sources[-1] if context.sources else partial_BTD
             a_BTD, seen = layer.attention(h_BTD, context)
             partial_BTD = partial_BTD + a_BTD
             h_BTD = mixer(partial_BTD, True) if spec.mixes_ffn else partial_BTD

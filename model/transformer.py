@@ -74,8 +74,7 @@ class Transformer(nn.Module):
         aux_loss = jnp.zeros((), at_least_float32(embedded_BTD.dtype))
         next_moe = 0
         for b, groups in enumerate(blocks(config)):
-            stacked = jnp.stack(sources) if mixes else None
-            context = Context(stacked, segment_ids_BT, valid_BT)
+            context = Context(tuple(sources), segment_ids_BT, valid_BT)
             block = Block(config, tuple(groups), capture, name=f"block_{b}")
             count = sum(group.repeats * group.num_moe for group in groups)
             layer_balance = LayerBalance(
@@ -109,7 +108,7 @@ class Transformer(nn.Module):
         shape, axes = (1, config.dim), (None, "embed")
         query_SD = param(self, config, "res_query", shape, axes, nn.initializers.zeros)
         norm_SD = param(self, config, "res_norm", shape, axes, nn.initializers.ones)
-        return mix(jnp.stack(sources), query_SD[0], norm_SD[0], eps=config.norm_eps)
+        return mix(sources, query_SD[0], norm_SD[0], eps=config.norm_eps)
 
 
 class Block(nn.Module):

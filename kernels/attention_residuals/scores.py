@@ -3,8 +3,21 @@
 Letters: N sources, S pseudo-queries.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
+
+from kernels.numerics import accumulation_dtype
+
+Sources = jax.Array | Sequence[jax.Array]  # [N,B,T,D], or N arrays [B,T,D]
+
+
+def stacked(sources: Sources, queries: jax.Array, norms: jax.Array) -> jax.Array:
+    """The sources as one checked float32 (float64) array [N,B,T,D]."""
+    sources_NBTD = sources if isinstance(sources, jax.Array) else jnp.stack(sources)
+    check(sources_NBTD, queries, norms)
+    return sources_NBTD.astype(accumulation_dtype(sources_NBTD.dtype))
 
 
 def scores(

@@ -9,8 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kernels.attention_residuals.scores import check, scores
-from kernels.numerics import accumulation_dtype
+from kernels.attention_residuals.scores import Sources, check, scores, stacked
 
 
 class SourceMix(NamedTuple):
@@ -26,12 +25,12 @@ class SourceMix(NamedTuple):
 
 
 def mix_sources(
-    sources_NBTD: jax.Array, queries_SD: jax.Array, norms_SD: jax.Array, *, eps: float
+    sources: Sources, queries_SD: jax.Array, norms_SD: jax.Array, *, eps: float
 ) -> SourceMix:
     """Phase 1: all S pseudo-queries against N finished blocks at once.
 
     Args:
-      sources_NBTD: the finished blocks, N >= 1.
+      sources: the finished blocks: N >= 1 arrays [B, T, D], or one array [N, B, T, D].
       queries_SD: learned pseudo-queries.
       norms_SD: weights of the RMSNorm on the keys, one per pseudo-query.
       eps: added to the mean square in the RMSNorm.
@@ -42,13 +41,10 @@ def mix_sources(
     Raises:
       ValueError: shapes do not fit.
     """
-    check(sources_NBTD, queries_SD, norms_SD)
 
-    @jax.checkpoint  # recomputing the weights is cheaper than keeping float32 copies of sources
-    def in_float32(
-        sources_NBTD: jax.Array, queries_SD: jax.Array, norms_SD: jax.Array
-    ) -> SourceMix:
-        sources_NBTD = sources_NBTD.astype(accumulation_dtype(sources_NBTD.dtype))
+    @jax.checkpoint  # recomputing is cheaper than keeping stacked float32 copies of sources
+    def in_float32(sources: Sources, queries_SD: jax.Array, norms_SD: jax.Array) -> SourceMix:
+        sources_NBTD = stacked(sources, queries_SD, norms_SD)
         scores_NBTS = scores(sources_NBTD, queries_SD, norms_SD, eps)
         m_BTS = jax.lax.stop_gradient(jnp.max(scores_NBTS, axis=0))
         weights_NBTS = jnp.exp(scores_NBTS - m_BTS[None])
@@ -58,7 +54,7 @@ def mix_sources(
         l_BTS = jnp.sum(weights_NBTS, axis=0)
         return SourceMix(o_SBTD, jnp.moveaxis(m_BTS, -1, 0), jnp.moveaxis(l_BTS, -1, 0))
 
-    return in_float32(sources_NBTD, queries_SD, norms_SD)
+    return in_float32(sources, queries_SD, norms_SD)
 
 
 def merge_partial(

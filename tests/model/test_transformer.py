@@ -199,16 +199,14 @@ def plain_loop(config, params, balance, inputs):
             block_of[group.first_layer] = b
             per_layer.append((spec, params[f"block_{b}"][f"group_{g}"]))
     valid = jnp.ones_like(inputs, bool)
-    context = Context(None, None, valid)
+    context = Context((), None, valid)
     embedded = params["embedding"][inputs]
     mode, moe = config.residual.mode, 0
     closed, partial = [embedded], None
 
     def mixed(group, s):
         sources = closed if partial is None else [*closed, partial]
-        return mix(
-            jnp.stack(sources), group["res_query"][s], group["res_norm"][s], eps=config.norm_eps
-        )
+        return mix(sources, group["res_query"][s], group["res_norm"][s], eps=config.norm_eps)
 
     for i, (spec, group) in enumerate(per_layer):
         layer = DecoderLayer(config, spec)
@@ -232,9 +230,7 @@ def plain_loop(config, params, balance, inputs):
         else:
             partial = partial + m
     sources = closed if partial is None else [*closed, partial]
-    out = mix(
-        jnp.stack(sources), params["res_query"][0], params["res_norm"][0], eps=config.norm_eps
-    )
+    out = mix(sources, params["res_query"][0], params["res_norm"][0], eps=config.norm_eps)
     return unembed(params, rms_norm(out, params["final_norm"], config.norm_eps))
 
 
