@@ -17,7 +17,7 @@ from kernels.kda import wy
 from kernels.kda.operands import KdaInputs, KdaOptions, activate, valid_tokens
 
 # Numbers in one [B, tokens, H, max(K, V)] temporary of a slab; a few dozen are alive at once.
-_SLAB_SIZE = 2**21
+_SLAB_SIZE = 2**22
 
 
 def kda_chunked(inputs: KdaInputs, options: KdaOptions) -> tuple[jax.Array, jax.Array]:
@@ -183,5 +183,4 @@ def _slab_rows(
 
 def _operands(rows: KdaInputs, options: KdaOptions) -> wy.Operands:
     q, k, v, g, beta = activate(rows, options, valid_tokens(rows))
-    beta = beta[..., None]
-    return wy.Operands(*(_to_chunks(x, options.chunk_size) for x in (q, k, beta * k, beta * v, g)))
+    return wy.Operands(*(_to_chunks(x, options.chunk_size) for x in (q, k, v, g, beta[..., None])))

@@ -99,7 +99,11 @@ def activate(inputs: KdaInputs, options: KdaOptions, valid_BT: jax.Array | None)
     q, k, v, g, beta = (x.astype(dtype) for x in (q, k, v, g, beta))
     if options.use_qk_l2norm:
         q, k = gates.l2_normalize(q), gates.l2_normalize(k)
-    group = v.shape[2] // q.shape[2]
-    if group > 1:
-        q, k = jnp.repeat(q, group, axis=2), jnp.repeat(k, group, axis=2)
-    return Activated(q * options.scale, k, v, g, beta)
+    q, k = (_repeat_heads(x, v.shape[2] // x.shape[2]) for x in (q * options.scale, k))
+    return Activated(q, k, v, g, beta)
+
+
+def _repeat_heads(x_BTQK: jax.Array, group: int) -> jax.Array:
+    # A stack, because its gradient adds the group's heads in one fixed order.
+    x_BTQGK = jnp.stack([x_BTQK] * group, axis=3)
+    return x_BTQGK.reshape(*x_BTQK.shape[:2], -1, x_BTQK.shape[-1])

@@ -27,6 +27,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels.kda.sums import sum_rows
+
 TILE = 16
 
 _HIGHEST = jax.lax.Precision.HIGHEST
@@ -63,21 +65,24 @@ def span_sums(g_CK: jax.Array, with_halves: bool) -> Spans:
     with_halves: also the levels of halving, which tiles without a bound on g need.
     """
     g_NIK = split_tiles(g_CK)
-    first_NK, whole_NK = g_NIK[..., 0, :], jnp.sum(g_NIK, axis=-2)
     behind_first_NIK = jnp.concatenate([jnp.zeros_like(g_NIK[..., :1, :]), g_NIK[..., 1:, :]], -2)
+    row_NIK = jnp.cumsum(behind_first_NIK, axis=-2)
+    first_NK = g_NIK[..., 0, :]
+    whole_NK = first_NK + row_NIK[..., -1, :]
     to_anchor, between_SK = [], jnp.zeros_like(whole_NK[..., :1, :])
     for r in range(1, whole_NK.shape[-2]):
         to_anchor.append(between_SK + first_NK[..., r : r + 1, :])
         whole_1K = whole_NK[..., r : r + 1, :]
         between_SK = jnp.concatenate([between_SK + whole_1K, jnp.zeros_like(whole_1K)], axis=-2)
+    start_NK = first_NK + jnp.flip(_sum_behind(jnp.flip(whole_NK, axis=-2)), axis=-2)
     return Spans(
-        row_NIK=jnp.cumsum(behind_first_NIK, axis=-2),
+        row_NIK=row_NIK,
         column_NJK=_sum_behind(g_NIK),
         to_anchor=tuple(to_anchor),
         halves=_halving_sums(g_NIK) if with_halves else (),
-        start_NK=first_NK + jnp.flip(_sum_behind(jnp.flip(whole_NK, axis=-2)), axis=-2),
+        start_NK=start_NK,
         end_NK=between_SK,
-        total_K=jnp.sum(whole_NK, axis=-2),
+        total_K=start_NK[..., -1, :] + row_NIK[..., -1, -1, :],
     )
 
 
@@ -212,7 +217,7 @@ def _left_vjp(
             rows_IK = x_NIK[..., r, :, :] * row_NIK[..., r, :, :]
             d_columns_CK += _einsum("...ic,...ik->...ck", d_IC, rows_IK)
         dk_SJK = split_tiles(d_columns_CK * factors_CK)
-        d_to_anchor.append(jnp.sum(k_NJK[..., :r, :, :] * dk_SJK, axis=-2))
+        d_to_anchor.append(sum_rows(k_NJK[..., :r, :, :] * dk_SJK))
         dk_NJK = dk_NJK + _pad_dim(dk_SJK, -3, num_tiles - r)
     dxs_NIK = [jnp.stack(dx_tile, axis=-3) for dx_tile in dx_tiles]
     return dxs_NIK, dk_NJK, tuple(d_to_anchor)

@@ -25,14 +25,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels.kda import tiles
+from kernels.kda.sums import sum_last, sum_rows
 
 
 class Operands(NamedTuple):
     q_NMCK: jax.Array  # scaled
     k_NMCK: jax.Array
-    kb_NMCK: jax.Array
-    vb_NMCV: jax.Array
-    g_NMCK: jax.Array
+    v_NMCV: jax.Array
+    g_NMCK: jax.Array  # log-decay
+    beta_NMC1: jax.Array
 
 
 class Segments(NamedTuple):
@@ -96,11 +97,12 @@ def decays(g_NMCK: jax.Array, cuts: Segments | None, tile_bound: float | None) -
 
 def solve(x: Operands, decay: Decays, cuts: Segments | None, tile_bound: float | None) -> Solved:
     """Scores of the chunks and the inverse; tile_bound as in tiles.strict_scores."""
-    p_NMCC, l_NMCC = tiles.strict_scores((x.q_NMCK, x.kb_NMCK), x.k_NMCK, decay.spans, tile_bound)
+    kb_NMCK = x.beta_NMC1 * x.k_NMCK
+    p_NMCC, l_NMCC = tiles.strict_scores((x.q_NMCK, kb_NMCK), x.k_NMCK, decay.spans, tile_bound)
     if cuts is not None:
         p_NMCC = jnp.where(cuts.together_NMCC, p_NMCC, 0.0)
         l_NMCC = jnp.where(cuts.together_NMCC, l_NMCC, 0.0)
-    own_NMC1 = jnp.sum(x.q_NMCK * x.k_NMCK, axis=-1, keepdims=True)
+    own_NMC1 = sum_last(x.q_NMCK * x.k_NMCK)
     diagonal_NMCC = _mask(np.eye(p_NMCC.shape[-1], dtype=bool), p_NMCC)
     return Solved(
         p_NMCC=jnp.where(diagonal_NMCC, own_NMC1, p_NMCC),
@@ -112,10 +114,10 @@ def prepare(
     x: Operands, decay: Decays, inverse_NMCC: jax.Array, precision: jax.lax.Precision
 ) -> Prepared:
     """The chunks' operands of the products with the state."""
-    kb_enter_NMCK = x.kb_NMCK * decay.from_start_NMCK
+    kb_enter_NMCK = x.beta_NMC1 * x.k_NMCK * decay.from_start_NMCK
     return Prepared(
         w_NMCK=jnp.matmul(inverse_NMCC, kb_enter_NMCK, precision=precision),
-        u_NMCV=jnp.matmul(inverse_NMCC, x.vb_NMCV, precision=precision),
+        u_NMCV=jnp.matmul(inverse_NMCC, x.beta_NMC1 * x.v_NMCV, precision=precision),
         q_enter_NMCK=x.q_NMCK * decay.from_start_NMCK,
         k_leave_NMCK=x.k_NMCK * decay.to_end_NMCK,
     )
@@ -174,6 +176,7 @@ def vjp(
     )
     dvb_NMCV = matmul("nmij,nmiv->nmjv", solved.inverse_NMCC, dv_new_NMCV)
 
+    kb_NMCK = x.beta_NMC1 * x.k_NMCK
     strict_NMCC = _mask(np.tri(do_NMCV.shape[-2], k=-1, dtype=bool), solved.p_NMCC)
     if cuts is not None:
         strict_NMCC = strict_NMCC & cuts.together_NMCC
@@ -181,7 +184,7 @@ def vjp(
     dl_NMCC = -matmul("nmiv,nmjv->nmij", dvb_NMCV, v_new_NMCV)
     dp_NMCC, dl_NMCC = (jnp.where(strict_NMCC, d, 0.0) for d in (dp_NMCC, dl_NMCC))
     (dq_NMCK, dkb_NMCK), dk_NMCK, d_sums = tiles.strict_scores_vjp(
-        (dp_NMCC, dl_NMCC), (x.q_NMCK, x.kb_NMCK), x.k_NMCK, decay.spans, tile_bound
+        (dp_NMCC, dl_NMCC), (x.q_NMCK, kb_NMCK), x.k_NMCK, decay.spans, tile_bound
     )
     dq_enter_NMCK = matmul("nmcv,nmkv->nmck", do_NMCV, states_NMKV)
     dq_enter_NMCK *= decay.from_start_NMCK
@@ -191,23 +194,25 @@ def vjp(
     dk_leave_NMCK *= decay.to_end_NMCK
 
     # A factor exp(sum) on a row of x makes x * dx the gradient of the sum.
-    d_start_NIK = tiles.split_tiles(x.q_NMCK * dq_enter_NMCK + x.kb_NMCK * dkb_enter_NMCK)
+    d_start_NIK = tiles.split_tiles(x.q_NMCK * dq_enter_NMCK + kb_NMCK * dkb_enter_NMCK)
     d_end_NJK = tiles.split_tiles(x.k_NMCK * dk_leave_NMCK)
     d_sums = d_sums._replace(
         row_NIK=d_sums.row_NIK + d_start_NIK,
         column_NJK=d_sums.column_NJK + d_end_NJK,
-        start_NK=jnp.sum(d_start_NIK, axis=-2),
-        end_NK=jnp.sum(d_end_NJK, axis=-2),
-        total_K=decay.total_NMK * jnp.sum(states_NMKV * d_leaving_NMKV, axis=-1),
+        start_NK=sum_rows(d_start_NIK),
+        end_NK=sum_rows(d_end_NJK),
+        total_K=decay.total_NMK * sum_last(states_NMKV * d_leaving_NMKV)[..., 0],
     )
 
-    d_own_NMC1 = jnp.sum(do_NMCV * v_new_NMCV, axis=-1, keepdims=True)
+    d_own_NMC1 = sum_last(do_NMCV * v_new_NMCV)
+    dkb_NMCK += dkb_enter_NMCK
+    dk_NMCK += dk_leave_NMCK + x.beta_NMC1 * dkb_NMCK
     d_operands = Operands(
         q_NMCK=dq_NMCK + dq_enter_NMCK + d_own_NMC1 * x.k_NMCK,
-        k_NMCK=dk_NMCK + dk_leave_NMCK + d_own_NMC1 * x.q_NMCK,
-        kb_NMCK=dkb_NMCK + dkb_enter_NMCK,
-        vb_NMCV=dvb_NMCV,
+        k_NMCK=dk_NMCK + d_own_NMC1 * x.q_NMCK,
+        v_NMCV=x.beta_NMC1 * dvb_NMCV,
         g_NMCK=tiles.span_sums_transpose(d_sums, x.g_NMCK),
+        beta_NMC1=sum_last(dkb_NMCK * x.k_NMCK) + sum_last(dvb_NMCV * x.v_NMCV),
     )
     return d_operands, d_state_MKV
 

@@ -1,0 +1,255 @@
+"""What KDA promises beyond its values: bitwise causality, chaining, invariances, memory, errors."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels.kda import kda
+from kernels.kda.api import IMPLEMENTATIONS
+from tests.kernels.kda_cases import (
+    PER_TOKEN,
+    assert_close,
+    cotangents,
+    evaluate,
+    first_tokens,
+    random_inputs,
+    state_shape,
+    truth,
+)
+
+every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+
+
+def as_arrays(inputs):
+    return {name: jnp.asarray(x, jnp.float32) for name, x in inputs.items()}
+
+
+def prefix_cotangent(inputs, length):
+    """A loss of the first tokens alone."""
+    do, dfinal_state = cotangents(inputs)
+    do[:, length:] = 0
+    return do, 0 * dfinal_state
+
+
+def assert_same_prefix(got, want, length):
+    """Outputs and prefix-loss gradients agree bit for bit; the gate parameters' do as well."""
+    got, want = first_tokens(got, length), first_tokens(want, length)
+    for name in want.keys() - {"final_state"}:
+        np.testing.assert_array_equal(got[name], want[name], err_msg=name)
+
+
+@every_implementation
+@pytest.mark.parametrize("gate_kind", ["bounded", "softplus"])
+def test_no_future_token_reaches_the_past(implementation, gate_kind):
+    inputs = random_inputs(1, 80, 1, 2, 16, 8)
+    other = random_inputs(1, 80, 1, 2, 16, 8, seed=1)
+    other["gate"] = 1e4 * np.sign(other["gate"])
+    for length in (1, 15, 16, 17, 21, 63, 64, 65):
+        changed = inputs | {
+            name: np.concatenate([inputs[name][:, :length], other[name][:, length:]], axis=1)
+            for name in PER_TOKEN
+        }
+        cotangent = prefix_cotangent(inputs, length)
+        want = evaluate(implementation, inputs, cotangent=cotangent, gate_kind=gate_kind)
+        got = evaluate(implementation, changed, cotangent=cotangent, gate_kind=gate_kind)
+        assert_same_prefix(got, want, length)
+        assert not got["dgate"][:, length:].any()
+
+
+@every_implementation
+def test_more_tokens_leave_the_prefix_alone(implementation):
+    inputs = random_inputs(1, 80, 1, 2, 16, 8)
+    short = inputs | {name: inputs[name][:, :22] for name in PER_TOKEN}
+    do, dfinal_state = prefix_cotangent(inputs, 21)
+    want = evaluate(implementation, short, cotangent=(do[:, :22], dfinal_state), chunk_size=32)
+    got = evaluate(implementation, inputs, cotangent=(do, dfinal_state), chunk_size=32)
+    for results in (want, got):  # sums over tokens may be taken in another order
+        del results["da_log"], results["ddt_bias"]
+    assert_same_prefix(got, want, 21)
+
+
+@every_implementation
+def test_documents_equal_themselves_alone(implementation):
+    ends = (1, 2, 17, 40)
+    inputs = random_inputs(1, 40, 1, 1, 16, 8)
+    ids = np.searchsorted(ends, np.arange(40), side="right")
+    do, dfinal_state = cotangents(inputs)
+    packed = inputs | {"segment_ids": ids[None]}
+    packed = evaluate(implementation, packed, np.float64, (do, dfinal_state), chunk_size=32)
+    for start, end in zip((0, *ends[:-1]), ends, strict=True):
+        first, last = start == 0, end == 40
+        alone = inputs | {name: np.roll(inputs[name], -start, axis=1) for name in PER_TOKEN}
+        alone["lengths"] = np.array([end - start])
+        alone["initial_state"] = inputs["initial_state"] * first
+        cotangent = np.roll(do, -start, axis=1), dfinal_state * last
+        alone = evaluate(implementation, alone, np.float64, cotangent, chunk_size=32)
+        for name in ("o", *(f"d{name}" for name in PER_TOKEN)):
+            np.testing.assert_allclose(
+                packed[name][:, start:end], alone[name][:, : end - start], rtol=0, atol=1e-12
+            )
+        if first:
+            np.testing.assert_allclose(
+                packed["dinitial_state"], alone["dinitial_state"], rtol=0, atol=1e-12
+            )
+        if last:
+            np.testing.assert_allclose(
+                packed["final_state"], alone["final_state"], rtol=0, atol=1e-12
+            )
+
+
+@every_implementation
+def test_chained_calls_equal_one(implementation):
+    inputs = random_inputs(2, 70, 1, 1, 16, 8)
+    whole = evaluate(implementation, inputs, np.float64, chunk_size=16)
+    do, dfinal_state = cotangents(inputs)
+    head = inputs | {name: inputs[name][:, :43] for name in PER_TOKEN}
+    tail = inputs | {name: inputs[name][:, 43:] for name in PER_TOKEN}
+    zero = np.zeros(state_shape(inputs))
+    middle = evaluate(implementation, head, np.float64, (do[:, :43], zero), chunk_size=16)
+    tail["initial_state"] = middle["final_state"]
+    tail = evaluate(implementation, tail, np.float64, (do[:, 43:], dfinal_state), chunk_size=16)
+    cotangent = do[:, :43], tail["dinitial_state"]
+    head = evaluate(implementation, head, np.float64, cotangent, chunk_size=16)
+    joined = {
+        name: np.concatenate([head[name], tail[name]], axis=1)
+        for name in ("o", *(f"d{name}" for name in PER_TOKEN))
+    }
+    joined |= {name: head[name] + tail[name] for name in ("da_log", "ddt_bias")}
+    joined["dinitial_state"], joined["final_state"] = head["dinitial_state"], tail["final_state"]
+    assert_close(joined, whole, 1e-12)
+
+
+@every_implementation
+def test_rows_do_not_depend_on_their_batch(implementation):
+    inputs = random_inputs(3, 40, 1, 2, 16, 8)
+    do, dfinal_state = cotangents(inputs)
+    shared = ("a_log", "dt_bias")
+    batch = evaluate(implementation, inputs, cotangent=(do, dfinal_state), chunk_size=32)
+    again = evaluate(implementation, inputs, cotangent=(do, dfinal_state), chunk_size=32)
+    row = {name: x if name in shared else x[1:2] for name, x in inputs.items()}
+    cotangent = do[1:2], dfinal_state[1:2]
+    row = evaluate(implementation, row, cotangent=cotangent, chunk_size=32)
+    for name, x in batch.items():
+        np.testing.assert_array_equal(x, again[name], err_msg=name)
+        if name.removeprefix("d") not in shared:
+            np.testing.assert_array_equal(x[1:2], row[name], err_msg=name)
+
+
+@every_implementation
+def test_grouped_values_equal_repeated_keys(implementation):
+    inputs = random_inputs(1, 20, 2, 4, 16, 8)
+    repeated = inputs | {name: np.repeat(inputs[name], 2, axis=2) for name in ("q", "k")}
+    got = evaluate(implementation, inputs, np.float64, chunk_size=16)
+    want = evaluate(implementation, repeated, np.float64, chunk_size=16)
+    for name in ("dq", "dk"):
+        want[name] = want[name].reshape(1, 20, 2, 2, 16).sum(axis=3)
+    assert_close(got, want, 1e-12)
+
+
+@every_implementation
+def test_bfloat16_inputs(implementation):
+    def rounded(x):
+        return np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64)
+
+    inputs = {name: rounded(x) for name, x in random_inputs(2, 70, 1, 2, 32, 16).items()}
+    do, dfinal_state = cotangents(inputs)
+    cotangent = rounded(do), dfinal_state
+    got = evaluate(implementation, inputs, jnp.bfloat16, cotangent)
+    assert got.pop("final_state").dtype == got.pop("dinitial_state").dtype == np.float32
+    assert all(x.dtype == jnp.bfloat16 for x in got.values())
+    want = truth(inputs, cotangent)
+    assert_close(got, {name: want[name] for name in got}, 2.0**-8)
+
+
+@every_implementation
+def test_scan_over_rematerialised_layers(implementation):
+    layers = [as_arrays(random_inputs(1, 20, 1, 1, 16, 16, seed=seed)) for seed in (1, 2)]
+    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *layers)
+    v = layers[0].pop("v")
+
+    def layer(v, layer_inputs):
+        o, _ = kda(**layer_inputs | {"v": v}, chunk_size=16, implementation=implementation)
+        return v + o, None
+
+    def scanned(v, layers):
+        return jnp.sum(jax.lax.scan(jax.checkpoint(layer), v, layers)[0] ** 2)
+
+    def unrolled(v, layers):
+        first, second = (jax.tree.map(lambda x, n=n: x[n], layers) for n in range(2))
+        return jnp.sum(layer(layer(v, first)[0], second)[0] ** 2)
+
+    got = jax.jit(jax.grad(scanned, argnums=(0, 1)))(v, stacked)
+    want = jax.jit(jax.grad(unrolled, argnums=(0, 1)))(v, stacked)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, want)
+
+
+@every_implementation
+def test_vmap(implementation):
+    arrays = as_arrays(random_inputs(2, 20, 1, 1, 16, 8, gate_params=False))
+
+    def loss(x):
+        return jnp.sum(kda(**x, chunk_size=16, implementation=implementation)[0] ** 2)
+
+    grads = jax.grad(loss)
+
+    rows = jax.tree.map(lambda x: x[:, None], arrays)
+    got = jax.tree.map(lambda x: x[:, 0], jax.jit(jax.vmap(grads))(rows))
+    want = jax.jit(grads)(arrays)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)
+
+
+def test_memory_is_linear_in_time():
+    def temporaries(num_tokens):
+        def x(*dims):
+            return jax.ShapeDtypeStruct((1, num_tokens, 8, *dims), jnp.float32)
+
+        def loss(*args):
+            return jnp.sum(kda(*args)[0])
+
+        grad = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3, 4)))
+        compiled = grad.lower(x(64), x(64), x(64), x(64), x()).compile()
+        memory = compiled.memory_analysis()
+        return memory.temp_size_in_bytes, memory.argument_size_in_bytes
+
+    (short, _), (long, arguments) = temporaries(16384), temporaries(32768)
+    assert long <= 2.05 * short
+    assert long <= 4 * arguments
+
+
+def test_several_slabs_equal_one(monkeypatch):
+    inputs = random_inputs(2, 70, 1, 1, 16, 8)
+    inputs["segment_ids"] = np.cumsum(np.arange(140).reshape(2, 70) % 17 == 0, axis=1)
+    inputs["lengths"] = np.array([70, 41])
+    monkeypatch.setattr("kernels.kda.chunked._SLAB_SIZE", 2 * 32 * 2 * 16)
+    # T = 70 in chunks of 16 is 5 chunks, in slabs of 2; no other test uses this shape.
+    assert_close(
+        evaluate("xla", inputs, np.float64, chunk_size=16), truth(inputs, chunk_size=16), 1e-10
+    )
+
+
+ERRORS = {
+    "gate_kind is 'sigmoid'": {"gate_kind": "sigmoid"},
+    "lower_bound is 0.0; it must be negative": {"lower_bound": 0.0},
+    "lower_bound is None; the bounded gate": {"lower_bound": None},
+    "leave out a_log and dt_bias": {"gate_kind": "log_decay"},
+    "chunk_size is 24; it must be a positive multiple of 16": {"chunk_size": 24},
+    r"implementation is 'cuda'; it must be None or one of \['reference', 'xla'": {
+        "implementation": "cuda"
+    },
+    r"k has shape \(1, 8, 1, 4\); .* must be \(1, 8, 1, 16\)": {"k": np.zeros((1, 8, 1, 4))},
+    "v has 3 heads and q has 2": {"q": np.zeros((1, 8, 2, 16)), "v": np.zeros((1, 8, 3, 16))},
+    r"q has shape \(1, 0, 1, 16\)": {"q": np.zeros((1, 0, 1, 16))},
+    "v has dtype float16": {"v": np.zeros((1, 8, 1, 16), np.float16)},
+    "initial_state has dtype bfloat16": {"initial_state": jnp.zeros((1, 1, 16, 16), jnp.bfloat16)},
+    "segment_ids has dtype float32": {"segment_ids": np.zeros((1, 8), np.float32)},
+    r"lengths has shape \(2,\)": {"lengths": np.zeros(2, np.int32)},
+}
+
+
+@pytest.mark.parametrize("message", ERRORS)
+def test_errors_say_what_would_work(message):
+    arguments = random_inputs(1, 8, 1, 1, 16, 16) | ERRORS[message]
+    arrays = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, arguments)
+    with pytest.raises(ValueError, match=message):
+        kda(**arrays)
