@@ -27,10 +27,17 @@ def get_config() -> ConfigDict:
     optimizer.name = "muon"  # Per-Head Muon for matrices and AdamW for the rest, or "adamw"
     optimizer.learning_rate = 1e-2  # peak, of both
     optimizer.schedule = "cosine"  # or "linear"
-    optimizer.warmup_fraction = 0.01  # of the steps, linear from zero
+    optimizer.warmup_fraction = 0.01  # of the steps, linear
     optimizer.final_lr_fraction = 0.1  # of the peak, at the last step
     optimizer.weight_decay = 0.1  # on Muon matrices, embedding and head
-    optimizer.clip_norm = 1.0  # global norm of the gradient
+    optimizer.clip_norm = placeholder(float)  # global norm of the gradient; None: no clipping
+    optimizer.clip_norm = 1.0
+    optimizer.b1 = 0.9  # AdamW
+    optimizer.b2 = 0.95
+    optimizer.eps = 1e-8
+    optimizer.muon_momentum = 0.95
+    optimizer.consistent_rms = 0.2  # root mean square of a Muon update, in learning rates
+    optimizer.mu_dtype = placeholder(str)  # of first moments; None: the parameters'
 
     config.step = step = ConfigDict()
     step.loss = ConfigDict()
@@ -42,6 +49,7 @@ def get_config() -> ConfigDict:
     mesh.data = -1  # devices along each axis; -1: what is left
     mesh.expert = 1
     mesh.sequence = 1
+    mesh.cpu_devices = 1  # devices that JAX makes of the CPU
 
     config.run = run = ConfigDict()
     run.steps = 100  # optimizer steps

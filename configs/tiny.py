@@ -21,7 +21,8 @@ def get_config() -> ConfigDict:
     model.head_std = 0.0
     model.moe.latent_dim = 64
 
-    config.run.steps = 600
-    config.run.eval_every = 200
-    config.run.checkpoint_every = 200
+    config.mesh.cpu_devices = 2
+    config.run.steps = 320
+    config.run.eval_every = 100
+    config.run.checkpoint_every = 160
     return config

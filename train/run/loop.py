@@ -22,9 +22,10 @@ from train.data.tokenizer import ByteTokenizer
 from train.run.checkpoint import Checkpoints
 from train.run.evaluation import bits_per_byte, sample
 from train.run.flops import count_params, mfu, train_flops_per_token
-from train.run.mesh import batch_sharding, make_mesh, replicated
+from train.run.mesh import batch_sharding, make_mesh, replicated, split_cpu
 from train.run.metrics import MetricsWriter, count, duration
-from train.step.optimizer import make_optimizer, make_schedule
+from train.step.optimizer import make_optimizer
+from train.step.schedule import make_schedule
 from train.step.state import TrainState, init_state
 from train.step.train_step import Metrics, train_step
 
@@ -38,6 +39,7 @@ class Run:
     def __init__(self, config: TrainConfig, workdir: str | Path) -> None:
         self.config = config
         self.workdir = Path(workdir).expanduser().absolute()
+        split_cpu(config.mesh)
         self.tokenizer = ByteTokenizer()
         if config.model.vocab_size < self.tokenizer.vocab_size:
             raise ValueError(
@@ -65,53 +67,66 @@ class Run:
         )
         restored = self.checkpoints.restore_latest(abstract)
         if restored is None:
-            return jax.jit(make, out_shardings=shardings)(key), None
+            with jax.set_mesh(self.mesh):
+                return jax.jit(make, out_shardings=shardings)(key), None
         self.batches.set_state(restored.data_states)
         return restored.state, restored.step
 
     def train(self) -> None:
         """Runs the remaining steps, then evaluates, samples and prints the closing line."""
-        config, run = self.config, self.config.run
-        first_step = self.resumed_from or 0
         self._write_config()
+        self.batches.start_prefetch()
+        first_step = self.resumed_from or 0
+        with (
+            jax.set_mesh(self.mesh),
+            MetricsWriter(self.workdir, first_step, self.config.run.steps) as writer,
+        ):
+            self._banner(writer)
+            self._steps(first_step, writer)
+            self._finish(writer)
+        self.close()
+
+    def close(self) -> None:
+        """Waits for the last checkpoint and ends the background threads."""
+        self.checkpoints.close()
+        self.batches.close()
+
+    def _steps(self, first_step: int, writer: MetricsWriter) -> None:
+        """The hot loop. Step k's metrics are fetched once step k + 1 is under way, so the devices
+        never wait for the host."""
+        config, run = self.config, self.config.run
         step_fn = jax.jit(
             functools.partial(
                 train_step, model=config.model, config=config.step, optimizer=self.optimizer
             ),
             donate_argnums=0,
         )
-        with MetricsWriter(self.workdir, first_step, run.steps) as writer:
-            self._banner(writer)
-            log = _Log(config, writer, self.schedule, first_step)
-            state = self.state
-            del self.state  # donated
-            pending: tuple[int, Metrics] | None = None
-            for step in range(first_step + 1, run.steps + 1):
-                batch = self._to_devices(next(self.batches))
-                state, metrics = step_fn(state, batch)
-                # Step k's metrics are fetched once k + 1 is under way, so the device never waits.
-                if pending is not None:
-                    log.step(*pending)
-                pending = (step, metrics)
-                due = step == run.steps
-                if due or (run.eval_every and step % run.eval_every == 0):
-                    log.step(*pending)
-                    pending = None
-                if run.eval_every and step % run.eval_every == 0 and not due:
-                    start = time.perf_counter()
-                    bits = self._bits_per_byte(state, run.eval_rows_during)
-                    log.evaluation(step, bits, time.perf_counter() - start)
-                if due or (run.checkpoint_every and step % run.checkpoint_every == 0):
-                    states = self.batches.get_state()
-                    self.checkpoints.save(step, state, states, dataclasses.asdict(config))
-            self._finish(state, writer)
-        self.checkpoints.close()
-        self.batches.close()
+        log = _Log(config, writer, self.schedule, first_step)
+        pending: tuple[int, Metrics] | None = None
+        for step in range(first_step + 1, run.steps + 1):
+            batch = self._to_devices(next(self.batches))
+            self.state, metrics = step_fn(self.state, batch)
+            if pending is not None:
+                log.step(*pending)
+            pending = step, metrics
+            last = step == run.steps
+            evaluate = run.eval_every and step % run.eval_every == 0 and not last
+            save = last or (run.checkpoint_every and step % run.checkpoint_every == 0)
+            if evaluate or save:
+                log.step(*pending)
+                pending = None
+            if evaluate:
+                start = time.perf_counter()
+                bits = self._bits_per_byte(run.eval_rows_during)
+                log.evaluation(step, bits, time.perf_counter() - start)
+            if save:
+                states = self.batches.get_state()
+                self.checkpoints.save(step, self.state, states, dataclasses.asdict(config))
 
     def _to_devices(self, batch: Batch) -> Batch:
         return jax.device_put(batch, batch_sharding(self.mesh))
 
-    def _bits_per_byte(self, state: TrainState, max_rows: int) -> float:
+    def _bits_per_byte(self, max_rows: int) -> float:
         """Held-out bits per byte over at most max_rows rows (0: all)."""
         config = self.config
         rows = heldout_batches(
@@ -122,23 +137,23 @@ class Run:
             max_rows=max_rows or None,
         )
         return bits_per_byte(
-            state.params,
-            state.balance,
+            self.state.params,
+            self.state.balance,
             map(self._to_devices, rows),
             config.model,
             config.step.loss,
         )
 
-    def _finish(self, state: TrainState, writer: MetricsWriter) -> None:
+    def _finish(self, writer: MetricsWriter) -> None:
         """The sample and the closing line."""
         config = self.config
-        bits = self._bits_per_byte(state, config.run.eval_rows)
+        bits = self._bits_per_byte(config.run.eval_rows)
         writer.write(config.run.steps, {"heldout_bits_per_byte": bits})
         if config.run.sample_tokens:
             prompt_T = self.tokenizer.encode(self.heldout_source.read(0, 0, 120))
             new_T = sample(
-                state.params,
-                state.balance,
+                self.state.params,
+                self.state.balance,
                 prompt_T,
                 config.run.sample_tokens,
                 config.model,

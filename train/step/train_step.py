@@ -111,7 +111,7 @@ def train_step(
     count = jnp.maximum(total.loss.num_tokens, 1)
     grads = jax.tree.map(lambda g: g / count.astype(g.dtype), total.grads)
     loss = total.loss.nll / count
-    grad_norm = optax.global_norm(grads)
+    grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
