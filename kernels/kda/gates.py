@@ -6,7 +6,7 @@ Everything is computed in at least float32. Letters: B batch, T time, H heads, K
 import jax
 import jax.numpy as jnp
 
-from kernels.kda.sums import sum_last
+from kernels.kda.sums import sum_halves
 
 L2_NORM_EPS = 1e-6
 
@@ -67,14 +67,14 @@ def l2_normalize(x_BTHK: jax.Array) -> jax.Array:
 
 
 def _l2_normalize(x_BTHK: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    rstd_BTH1 = jax.lax.rsqrt(sum_last(jnp.square(x_BTHK)) + L2_NORM_EPS)
+    rstd_BTH1 = jax.lax.rsqrt(sum_halves(jnp.square(x_BTHK), -1) + L2_NORM_EPS)
     y_BTHK = x_BTHK * rstd_BTH1
     return y_BTHK, (y_BTHK, rstd_BTH1)
 
 
 def _l2_normalize_vjp(saved: tuple[jax.Array, jax.Array], dy_BTHK: jax.Array) -> tuple[jax.Array]:
     y_BTHK, rstd_BTH1 = saved
-    along_BTH1 = sum_last(y_BTHK * dy_BTHK)
+    along_BTH1 = sum_halves(y_BTHK * dy_BTHK, -1)
     return (rstd_BTH1 * (dy_BTHK - y_BTHK * along_BTH1),)
 
 

@@ -1,24 +1,20 @@
-"""Sums whose rounding does not depend on the batch they are part of.
-
-XLA:CPU picks the order of a reduction from the whole array's shape, so that a row alone and the
-same row in a batch differ in their last bits. These two leave it no choice.
-"""
+"""A sum whose rounding depends on nothing but its own terms."""
 
 import jax
-import jax.numpy as jnp
 
 
-def sum_last(x: jax.Array) -> jax.Array:
-    """[..., K] -> [..., 1], as a product with ones.
+def sum_halves(x: jax.Array, dim: int) -> jax.Array:
+    """Sums over a dim (which stays, with size 1) by adding halves.
 
-    With two columns of ones, because a matrix-vector product rounds its last rows differently.
+    XLA:CPU orders a reduction, or a product with ones, by the shape of the whole array: the same
+    row rounds differently alone and in a batch. Elementwise additions leave it no choice.
     """
-    ones_K2 = jnp.ones((x.shape[-1], 2), x.dtype)
-    return jnp.matmul(x, ones_K2, precision=jax.lax.Precision.HIGHEST)[..., :1]
-
-
-def sum_rows(x: jax.Array) -> jax.Array:
-    """[..., I, K] -> [..., K] for I a power of two, by adding halves."""
-    while (half := x.shape[-2] // 2) > 0:
-        x = x[..., :half, :] + x[..., half:, :]
-    return x[..., 0, :]
+    size = x.shape[dim]
+    if size == 1:
+        return x
+    half = 1 << ((size - 1).bit_length() - 1)
+    head = jax.lax.slice_in_dim(x, 0, half, axis=dim)
+    tail = jax.lax.slice_in_dim(x, half, size, axis=dim)
+    if size == 2 * half:
+        return sum_halves(head + tail, dim)
+    return sum_halves(head, dim) + sum_halves(tail, dim)

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels.kda.sums import sum_rows
+from kernels.kda.sums import sum_halves
 
 TILE = 16
 
@@ -217,7 +217,7 @@ def _left_vjp(
             rows_IK = x_NIK[..., r, :, :] * row_NIK[..., r, :, :]
             d_columns_CK += _einsum("...ic,...ik->...ck", d_IC, rows_IK)
         dk_SJK = split_tiles(d_columns_CK * factors_CK)
-        d_to_anchor.append(sum_rows(k_NJK[..., :r, :, :] * dk_SJK))
+        d_to_anchor.append(sum_halves(k_NJK[..., :r, :, :] * dk_SJK, -2)[..., 0, :])
         dk_NJK = dk_NJK + _pad_dim(dk_SJK, -3, num_tiles - r)
     dxs_NIK = [jnp.stack(dx_tile, axis=-3) for dx_tile in dx_tiles]
     return dxs_NIK, dk_NJK, tuple(d_to_anchor)

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels.kda import tiles
-from kernels.kda.sums import sum_last, sum_rows
+from kernels.kda.sums import sum_halves
 
 
 class Operands(NamedTuple):
@@ -102,7 +102,7 @@ def solve(x: Operands, decay: Decays, cuts: Segments | None, tile_bound: float |
     if cuts is not None:
         p_NMCC = jnp.where(cuts.together_NMCC, p_NMCC, 0.0)
         l_NMCC = jnp.where(cuts.together_NMCC, l_NMCC, 0.0)
-    own_NMC1 = sum_last(x.q_NMCK * x.k_NMCK)
+    own_NMC1 = sum_halves(x.q_NMCK * x.k_NMCK, -1)
     diagonal_NMCC = _mask(np.eye(p_NMCC.shape[-1], dtype=bool), p_NMCC)
     return Solved(
         p_NMCC=jnp.where(diagonal_NMCC, own_NMC1, p_NMCC),
@@ -199,12 +199,12 @@ def vjp(
     d_sums = d_sums._replace(
         row_NIK=d_sums.row_NIK + d_start_NIK,
         column_NJK=d_sums.column_NJK + d_end_NJK,
-        start_NK=sum_rows(d_start_NIK),
-        end_NK=sum_rows(d_end_NJK),
-        total_K=decay.total_NMK * sum_last(states_NMKV * d_leaving_NMKV)[..., 0],
+        start_NK=sum_halves(d_start_NIK, -2)[..., 0, :],
+        end_NK=sum_halves(d_end_NJK, -2)[..., 0, :],
+        total_K=decay.total_NMK * sum_halves(states_NMKV * d_leaving_NMKV, -1)[..., 0],
     )
 
-    d_own_NMC1 = sum_last(do_NMCV * v_new_NMCV)
+    d_own_NMC1 = sum_halves(do_NMCV * v_new_NMCV, -1)
     dkb_NMCK += dkb_enter_NMCK
     dk_NMCK += dk_leave_NMCK + x.beta_NMC1 * dkb_NMCK
     d_operands = Operands(
@@ -212,7 +212,7 @@ def vjp(
         k_NMCK=dk_NMCK + d_own_NMC1 * x.q_NMCK,
         v_NMCV=x.beta_NMC1 * dvb_NMCV,
         g_NMCK=tiles.span_sums_transpose(d_sums, x.g_NMCK),
-        beta_NMC1=sum_last(dkb_NMCK * x.k_NMCK) + sum_last(dvb_NMCV * x.v_NMCV),
+        beta_NMC1=sum_halves(dkb_NMCK * x.k_NMCK, -1) + sum_halves(dvb_NMCV * x.v_NMCV, -1),
     )
     return d_operands, d_state_MKV
 

@@ -28,15 +28,16 @@ FINISHED = {"gate_kind": "log_decay", "beta_is_logit": False}
 
 GOLDEN_SATURATED = ("gate_floor_b1_t130", "gate_near0_b1_t128", "gate_pm50_b1_t96")
 GOLDEN_SAME_SHAPE = (*GOLDEN_SATURATED, "base_b1_t64", "collinear_b1_t128", "nostate_nodht_b1_t64")
-GOLDEN_OTHERS = (
-    "gva_b1_t70_h2_hv4_k32_v32",
-    "k128_b1_t70_h1_k128_v128",
-    "l2norm_b1_t80_h2_k32_v32",
-    "long_b1_t200_h4_k64_v64",
-    "ragged_b2_t75_h2_k32_v48",
-    "softplus_b1_t96_h3_k32_v32",
-    "t1_b2_h2_k32_v32",
-)
+# Every other file, and the chunk size its quick test takes.
+GOLDEN_OTHERS = {
+    "gva_b1_t70_h2_hv4_k32_v32": 16,
+    "k128_b1_t70_h1_k128_v128": 32,
+    "l2norm_b1_t80_h2_k32_v32": 48,
+    "long_b1_t200_h4_k64_v64": 64,
+    "ragged_b2_t75_h2_k32_v48": 32,
+    "softplus_b1_t96_h3_k32_v32": 32,
+    "t1_b2_h2_k32_v32": 16,
+}
 
 
 def check_golden(got, want, name):
@@ -52,7 +53,17 @@ def check_golden(got, want, name):
 @pytest.mark.parametrize("name", GOLDEN_OTHERS)
 def test_golden(implementation, name):
     inputs, cotangent, options, want, _ = golden(name)
+    options["chunk_size"] = GOLDEN_OTHERS[name]
     check_golden(evaluate(implementation, inputs, cotangent=cotangent, **options), want, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [f"{n}_h2_k32_v32" for n in GOLDEN_SAME_SHAPE] + [*GOLDEN_OTHERS])
+def test_golden_as_stored(implementation, name):
+    """Every file as one call with the default chunk size and without padding."""
+    inputs, cotangent, options, want, _ = golden(name)
+    got = evaluate(implementation, inputs, cotangent=cotangent, **options)
+    check_golden(got, want, name.removesuffix("_h2_k32_v32"))
 
 
 @pytest.mark.parametrize("name", GOLDEN_SAME_SHAPE)
@@ -105,9 +116,10 @@ def packed_inputs():
 EQUAL_CASES = {
     "packed": (packed_inputs(), {}),
     "softplus": (random_inputs(2, 37, 2, 2, 16, 16), {"gate_kind": "softplus", "chunk_size": 32}),
-    "plain": (
-        random_inputs(1, 65, 1, 1, 24, 8, gate_params=False),
-        {"lower_bound": -3.0, "scale": 0.7, "use_qk_l2norm": True, "chunk_size": 48},
+    "odd_lengths": (
+        random_inputs(7, 65, 1, 1, 24, 8, gate_params=False)
+        | {"lengths": np.array([1, 15, 16, 17, 63, 64, 65])},
+        {"lower_bound": -3.0, "scale": 0.7, "chunk_size": 48},
     ),
     "steep_bound": (random_inputs(1, 33, 1, 2, 8, 8), {"lower_bound": -5.5, "chunk_size": 16}),
     "below_tiles": (random_inputs(1, 33, 1, 2, 8, 8), {"lower_bound": -20.0, "chunk_size": 16}),
@@ -187,3 +199,38 @@ def test_saturated_gate_logits(implementation):
             got = evaluate(implementation, saturated, np.float32, **options)
             assert_close(got, truth(saturated, **options), 1e-5)
             assert not got["dgate"].any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gate_kind", ["bounded", "softplus"])
+@pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 63, 64, 65])
+def test_odd_lengths(implementation, num_tokens, gate_kind):
+    inputs = random_inputs(1, num_tokens, 1, 2, 12, 20)
+    got = evaluate(implementation, inputs, gate_kind=gate_kind)
+    assert_close(got, truth(inputs, gate_kind=gate_kind), 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("beta", [1.0, 1.9])
+@pytest.mark.parametrize("noise", [0.0, 0.02, 0.05])
+def test_collinear_keys_over_a_long_sequence(implementation, noise, beta):
+    inputs = finished_inputs(1, 8192, 1, 1, 32, 16)
+    rng = np.random.default_rng(5)
+    inputs["k"] = rng.normal(size=32) + noise * rng.normal(size=inputs["k"].shape)
+    inputs["gate"] = -rng.uniform(0.012, 0.034, size=inputs["gate"].shape)
+    inputs["beta"] = np.full(inputs["beta"].shape, beta)
+    assert_close(evaluate(implementation, inputs, **FINISHED), truth(inputs, **FINISHED), 1e-4)
+
+
+@pytest.mark.slow
+def test_errors_do_not_grow_with_time(implementation):
+    def root_mean_square_errors(num_tokens):
+        inputs = finished_inputs(1, num_tokens, 1, 1, 32, 32, steepest=1.0)
+        got, want = evaluate(implementation, inputs, **FINISHED), truth(inputs, **FINISHED)
+        return {
+            name: np.sqrt(np.mean((got[name] - want[name]) ** 2) / np.mean(want[name] ** 2))
+            for name in ("o", *(f"d{name}" for name in PER_TOKEN))
+        }
+
+    short, long = root_mean_square_errors(1024), root_mean_square_errors(16384)
+    assert all(long[name] <= 1.5 * short[name] and long[name] < 1e-6 for name in short), long

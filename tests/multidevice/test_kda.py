@@ -1,0 +1,49 @@
+"""KDA under shard_map, batch rows and heads on different devices, equals the whole call."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, PartitionSpec as P
+from kernels.kda import kda
+from tests.kernels.kda_cases import random_inputs
+
+inputs = random_inputs(2, 20, 2, 2, 16, 8) | {"segment_ids": np.arange(40).reshape(2, 20) // 7}
+inputs = {name: jnp.asarray(x, jnp.float32) for name, x in inputs.items()}
+segment_ids = inputs.pop("segment_ids").astype(jnp.int32)
+specs = {name: P("data", None, "heads") for name in ("q", "k", "v", "gate", "beta")}
+specs |= {"a_log": P("heads"), "dt_bias": P("heads"), "initial_state": P("data", "heads")}
+
+def call(inputs, segment_ids):
+    return kda(**inputs, segment_ids=segment_ids, chunk_size=16, implementation=IMPLEMENTATION)
+
+mesh = jax.make_mesh((2, 2), ("data", "heads"), axis_types=(AxisType.Auto,) * 2)
+out_specs = (P("data", None, "heads"), P("data", "heads"))
+sharded = jax.shard_map(call, mesh=mesh, in_specs=(specs, P("data")), out_specs=out_specs)
+
+def grads(call):
+    def loss(inputs):
+        o, final_state = call(inputs, segment_ids)
+        return jnp.sum(o**2) + jnp.sum(final_state**2)
+    return jax.jit(jax.grad(loss))(inputs)
+
+got, want = grads(sharded), grads(call)
+for name in want:
+    np.testing.assert_allclose(got[name], want[name], rtol=1e-6, atol=1e-6, err_msg=name)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_shard_map_over_rows_and_heads(implementation):
+    subprocess.run(
+        [sys.executable, "-c", f"IMPLEMENTATION = {implementation!r}\n{PROGRAM}"],
+        env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
+        check=True,
+    )
