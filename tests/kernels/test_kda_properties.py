@@ -1,5 +1,7 @@
 """What KDA promises beyond its values: bitwise causality, chaining, invariances, memory, errors."""
 
+from itertools import pairwise
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +16,6 @@ from tests.kernels.kda_cases import (
     evaluate,
     first_tokens,
     random_inputs,
-    state_shape,
     truth,
 )
 
@@ -69,55 +70,59 @@ def test_more_tokens_leave_the_prefix_alone(implementation):
     assert_same_prefix(got, want, 21)
 
 
+def part_of(inputs, cotangent, start, end, state, dstate):
+    """Tokens start to end as a call of their own; all parts share one program through lengths."""
+    part = inputs | {name: np.roll(inputs[name], -start, axis=1) for name in PER_TOKEN}
+    part["segment_ids"] = np.zeros(inputs["q"].shape[:2], np.int32)
+    part["lengths"] = np.full(len(inputs["q"]), end - start)
+    return part | {"initial_state": state}, (np.roll(cotangent[0], -start, axis=1), dstate)
+
+
+def assert_part(part, whole, start, end):
+    for name in ("o", *(f"d{name}" for name in PER_TOKEN)):
+        got, want = part[name][:, : end - start], whole[name][:, start:end]
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-12, err_msg=name)
+
+
 @every_implementation
 def test_documents_equal_themselves_alone(implementation):
     ends = (1, 2, 17, 40)
     inputs = random_inputs(1, 40, 1, 1, 16, 8)
-    ids = np.searchsorted(ends, np.arange(40), side="right")
-    do, dfinal_state = cotangents(inputs)
-    packed = inputs | {"segment_ids": ids[None]}
-    packed = evaluate(implementation, packed, np.float64, (do, dfinal_state), chunk_size=32)
-    for start, end in zip((0, *ends[:-1]), ends, strict=True):
-        first, last = start == 0, end == 40
-        alone = inputs | {name: np.roll(inputs[name], -start, axis=1) for name in PER_TOKEN}
-        alone["lengths"] = np.array([end - start])
-        alone["initial_state"] = inputs["initial_state"] * first
-        cotangent = np.roll(do, -start, axis=1), dfinal_state * last
-        alone = evaluate(implementation, alone, np.float64, cotangent, chunk_size=32)
-        for name in ("o", *(f"d{name}" for name in PER_TOKEN)):
-            np.testing.assert_allclose(
-                packed[name][:, start:end], alone[name][:, : end - start], rtol=0, atol=1e-12
-            )
-        if first:
-            np.testing.assert_allclose(
-                packed["dinitial_state"], alone["dinitial_state"], rtol=0, atol=1e-12
-            )
-        if last:
-            np.testing.assert_allclose(
-                packed["final_state"], alone["final_state"], rtol=0, atol=1e-12
-            )
+    cotangent = cotangents(inputs)
+    packed = inputs | {
+        "segment_ids": np.searchsorted(ends, np.arange(40), side="right")[None].astype(np.int32),
+        "lengths": np.array([40]),
+    }
+    packed = evaluate(implementation, packed, np.float64, cotangent, chunk_size=16)
+    for start, end in pairwise((0, *ends)):
+        is_first, is_last = start == 0, end == 40
+        state, dstate = inputs["initial_state"] * is_first, cotangent[1] * is_last
+        part, part_cotangent = part_of(inputs, cotangent, start, end, state, dstate)
+        alone = evaluate(implementation, part, np.float64, part_cotangent, chunk_size=16)
+        assert_part(alone, packed, start, end)
+        for name in ["dinitial_state"] * is_first + ["final_state"] * is_last:
+            np.testing.assert_allclose(alone[name], packed[name], rtol=0, atol=1e-12)
 
 
 @every_implementation
 def test_chained_calls_equal_one(implementation):
-    inputs = random_inputs(2, 70, 1, 1, 16, 8)
-    whole = evaluate(implementation, inputs, np.float64, chunk_size=16)
-    do, dfinal_state = cotangents(inputs)
-    head = inputs | {name: inputs[name][:, :43] for name in PER_TOKEN}
-    tail = inputs | {name: inputs[name][:, 43:] for name in PER_TOKEN}
-    zero = np.zeros(state_shape(inputs))
-    middle = evaluate(implementation, head, np.float64, (do[:, :43], zero), chunk_size=16)
-    tail["initial_state"] = middle["final_state"]
-    tail = evaluate(implementation, tail, np.float64, (do[:, 43:], dfinal_state), chunk_size=16)
-    cotangent = do[:, :43], tail["dinitial_state"]
-    head = evaluate(implementation, head, np.float64, cotangent, chunk_size=16)
-    joined = {
-        name: np.concatenate([head[name], tail[name]], axis=1)
-        for name in ("o", *(f"d{name}" for name in PER_TOKEN))
-    }
-    joined |= {name: head[name] + tail[name] for name in ("da_log", "ddt_bias")}
-    joined["dinitial_state"], joined["final_state"] = head["dinitial_state"], tail["final_state"]
-    assert_close(joined, whole, 1e-12)
+    inputs = random_inputs(1, 40, 1, 1, 16, 8)
+    cotangent = cotangents(inputs)
+
+    def run(start, end, state, dstate):
+        part, part_cotangent = part_of(inputs, cotangent, start, end, state, dstate)
+        return evaluate(implementation, part, np.float64, part_cotangent, chunk_size=16)
+
+    state, dstate = inputs["initial_state"], cotangent[1]
+    whole = run(0, 40, state, dstate)
+    middle = run(0, 23, state, dstate)["final_state"]
+    tail = run(23, 40, middle, dstate)
+    head = run(0, 23, state, tail["dinitial_state"])
+    assert_part(head, whole, 0, 23)
+    assert_part(tail, whole, 23, 40)
+    joined = {name: head[name] + tail[name] for name in ("da_log", "ddt_bias")}
+    joined |= {"dinitial_state": head["dinitial_state"], "final_state": tail["final_state"]}
+    assert_close(joined, {name: whole[name] for name in joined}, 1e-12)
 
 
 @every_implementation
