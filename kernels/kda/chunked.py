@@ -2,10 +2,14 @@
 
 The sequence is cut into *slabs* of chunks. An outer scan runs over the slabs; within one, wy.py
 prepares all chunks at once and scans over them with the state. So temporaries are as large as a
-slab, whatever T. Residuals are the inputs as given and the state entering every chunk, linear in T
-(K V / C numbers per token and head); the backward prepares every slab again, last slab first.
+slab, whatever T.
 
-Letters: B batch, T time, H value heads, K key dim, V value dim, N chunks of a slab, C chunk rows.
+Saved for the backward, besides the inputs as given: per chunk the entering state, the scores P and
+the inverse T. That is K V / C + 2 C numbers per token and head, linear in T. All else (norms, gate,
+decays, W, U, v_new) is computed again, last slab first.
+
+Letters: B batch, T time, H value heads, K key dim, V value dim, N chunks of a slab, C chunk rows,
+M states (batch rows x value heads).
 """
 
 from functools import partial
@@ -155,8 +159,8 @@ def _to_chunks(x_BTHK: jax.Array, chunk_size: int) -> jax.Array:
 def _from_chunks(x_NMCV: jax.Array, batch: int) -> jax.Array:
     """[N, M, C, V] -> [B, T, H, V]."""
     num_chunks, _, chunk_size, dim = x_NMCV.shape
-    x_NMCV = x_NMCV.reshape(num_chunks, batch, -1, chunk_size, dim)
-    return x_NMCV.transpose(1, 0, 3, 2, 4).reshape(batch, num_chunks * chunk_size, -1, dim)
+    x_NBHCV = x_NMCV.reshape(num_chunks, batch, -1, chunk_size, dim)
+    return x_NBHCV.transpose(1, 0, 3, 2, 4).reshape(batch, num_chunks * chunk_size, -1, dim)
 
 
 def _slab_rows(

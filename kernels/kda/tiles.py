@@ -43,7 +43,7 @@ class Spans(NamedTuple):
     row_NIK: jax.Array  # (first row of the tile, row]
     column_NJK: jax.Array  # (row, last row of the tile]
     to_anchor: tuple[jax.Array, ...]  # per tile r > 0, [..., r, K]: (end of tile s, its first row]
-    halves: tuple[tuple[jax.Array, jax.Array], ...]  # per level (anchor, row] and (row, anchor]
+    halves: jax.Array | None  # [..., N, levels, 16, K]: between the row and its level's anchor
     start_NK: jax.Array  # from the chunk's first row through the tile's first row
     end_NK: jax.Array  # (last row of the tile, last row of the chunk]
     total_K: jax.Array  # the whole chunk
@@ -79,7 +79,7 @@ def span_sums(g_CK: jax.Array, with_halves: bool) -> Spans:
         row_NIK=row_NIK,
         column_NJK=_sum_behind(g_NIK),
         to_anchor=tuple(to_anchor),
-        halves=_halving_sums(g_NIK) if with_halves else (),
+        halves=_halving_sums(g_NIK) if with_halves else None,
         start_NK=start_NK,
         end_NK=between_SK,
         total_K=start_NK[..., -1, :] + row_NIK[..., -1, -1, :],
@@ -88,7 +88,7 @@ def span_sums(g_CK: jax.Array, with_halves: bool) -> Spans:
 
 def span_sums_transpose(d_sums: Spans, g_CK: jax.Array) -> jax.Array:
     """Gradient of g [..., C, K] from the gradients of its span sums; g gives the shape only."""
-    transpose = jax.linear_transpose(lambda g: span_sums(g, bool(d_sums.halves)), g_CK)
+    transpose = jax.linear_transpose(lambda g: span_sums(g, d_sums.halves is not None), g_CK)
     return transpose(d_sums)[0]
 
 
@@ -98,24 +98,30 @@ def _sum_behind(x_NK: jax.Array) -> jax.Array:
     return jax.lax.cumsum(shifted_NK, axis=x_NK.ndim - 2, reverse=True)
 
 
-def _halving_level(size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows summed by (anchor, row], rows summed by (row, anchor], and the pairs that part here."""
-    i_I1, j_1J = np.arange(TILE)[:, None], np.arange(TILE)[None, :]
-    block_I1, block_1J = i_I1 // size, j_1J // size
-    from_anchor_IJ = (j_1J <= i_I1) & (j_1J > block_I1 * size)
-    until_anchor_IJ = (j_1J > i_I1) & (j_1J <= (block_I1 + 1) * size)
-    return from_anchor_IJ, until_anchor_IJ, (block_I1 == block_1J + 1) & (block_1J % 2 == 0)
+def _halving_levels() -> tuple[np.ndarray, np.ndarray]:
+    """Per level of halving: the rows that a row sums, and the pairs (i, j) that part there.
+
+    Rows of an odd block sum (first row of the block, row], those of an even block (row, first row
+    of the next block]: what lies between them and the anchor.
+    """
+    row_I1, other_1I = np.arange(TILE)[:, None], np.arange(TILE)[None, :]
+    summed, pairs = [], []
+    for size in (8, 4, 2, 1):
+        block_I1, block_1I = row_I1 // size, other_1I // size
+        anchor_I1 = (block_I1 + 1 - block_I1 % 2) * size
+        before_II = (other_1I > row_I1) & (other_1I <= anchor_I1)
+        behind_II = (other_1I > anchor_I1) & (other_1I <= row_I1)
+        summed.append(np.where(block_I1 % 2 == 0, before_II, behind_II))
+        pairs.append((block_I1 == block_1I + 1) & (block_1I % 2 == 0))
+    return np.stack(summed), np.stack(pairs)
 
 
-_LEVELS = tuple(_halving_level(size) for size in (8, 4, 2, 1))
+_LEVEL_SUMS, _LEVEL_PAIRS = _halving_levels()
 _STRICT = np.tri(TILE, k=-1, dtype=bool)
 
 
-def _halving_sums(g_NIK: jax.Array) -> tuple[tuple[jax.Array, jax.Array], ...]:
-    def add(rows_IJ: np.ndarray) -> jax.Array:
-        return _einsum("ij,...jk->...ik", jnp.asarray(rows_IJ, g_NIK.dtype), g_NIK)
-
-    return tuple((add(from_anchor), add(until_anchor)) for from_anchor, until_anchor, _ in _LEVELS)
+def _halving_sums(g_NIK: jax.Array) -> jax.Array:
+    return _einsum("lij,...jk->...lik", jnp.asarray(_LEVEL_SUMS, g_NIK.dtype), g_NIK)
 
 
 def strict_scores(
@@ -167,7 +173,7 @@ def strict_scores_vjp(
     dxs_NIK, dk_NJK, to_anchor = _left_vjp(ds_CC, xs_NIK, k_NJK, decay, _shift(tile_bound))
     d_row_NIK, d_column_NJK = _sum_products(xs_NIK, dxs_NIK), k_NJK * dk_NJK
 
-    halves, ds_NIJ = [], [_diagonal_tiles(d_CC) for d_CC in ds_CC]
+    of_rows, of_columns, ds_NIJ = [], [], [_diagonal_tiles(d_CC) for d_CC in ds_CC]
     for row_NIK, column_NJK, pairs_IJ in _diagonal_factors(decay, tile_bound):
         kept_NIJ = [_select(pairs_IJ, d_NIJ) for d_NIJ in ds_NIJ]
         k_column_NJK = k_NJK * column_NJK
@@ -176,18 +182,21 @@ def strict_scores_vjp(
             _einsum("...ij,...ik->...jk", d_NIJ, x_NIK * row_NIK)
             for d_NIJ, x_NIK in zip(kept_NIJ, xs_NIK, strict=True)
         )
-        halves.append((_sum_products(xs_NIK, dxs_part), k_NJK * dk_part_NJK))
+        of_rows.append(_sum_products(xs_NIK, dxs_part))
+        of_columns.append(k_NJK * dk_part_NJK)
         dxs_NIK = [dx + part for dx, part in zip(dxs_NIK, dxs_part, strict=True)]
         dk_NJK = dk_NJK + dk_part_NJK
-    if tile_bound is not None:
-        # The one level spans (first row, row] on both sides, on the columns' with a minus.
-        ((rows_NIK, columns_NJK),) = halves
-        d_row_NIK, halves = d_row_NIK + rows_NIK - columns_NJK, ()
+    if tile_bound is None:
+        levels = [rows + columns for rows, columns in zip(of_rows, of_columns, strict=True)]
+        d_halves = jnp.stack(levels, axis=-3)
+    else:
+        # The columns' factor is the inverse of the rows'.
+        d_row_NIK, d_halves = d_row_NIK + of_rows[0] - of_columns[0], None
     d_sums = Spans(
         row_NIK=d_row_NIK,
         column_NJK=d_column_NJK,
         to_anchor=to_anchor,
-        halves=tuple(halves),
+        halves=d_halves,
         start_NK=jnp.zeros_like(decay.start_NK),
         end_NK=jnp.zeros_like(decay.end_NK),
         total_K=jnp.zeros_like(decay.total_K),
@@ -283,7 +292,8 @@ def _diagonal_factors(
 ) -> list[tuple[jax.Array, jax.Array, np.ndarray]]:
     """Splits of exp(G_i - G_j) inside the diagonal tiles: (rows, columns, pairs they serve)."""
     if tile_bound is None:
-        return [(*half, pairs) for half, (_, _, pairs) in zip(decay.halves, _LEVELS, strict=True)]
+        levels = [decay.halves[..., level, :, :] for level in range(len(_LEVEL_PAIRS))]
+        return list(zip(levels, levels, _LEVEL_PAIRS, strict=True))
     row_NIK = decay.row_NIK * _shift(tile_bound)
     return [(row_NIK, 1.0 / row_NIK, _STRICT)]
 

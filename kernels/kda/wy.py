@@ -18,6 +18,7 @@ reaches the rows before the first restart, S' hears the rows behind the last one
 Letters: N chunks, M states (batch rows x value heads), C chunk rows, K key dim, V value dim.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -168,40 +169,32 @@ def vjp(
     last chunk's leaving state. Pairs i == j carry no decay and stay out of dg, where they would
     only cancel.
     """
-    matmul = lambda equation, a, b: jnp.einsum(equation, a, b, precision=precision)  # noqa: E731
+    einsum = partial(jnp.einsum, precision=precision)
     prepared = prepare(x, decay, solved.inverse_NMCC, precision)
-    v_new_NMCV = prepared.u_NMCV - matmul("nmck,nmkv->nmcv", prepared.w_NMCK, states_NMKV)
+    v_new_NMCV = prepared.u_NMCV - einsum("nmck,nmkv->nmcv", prepared.w_NMCK, states_NMKV)
     d_state_MKV, d_leaving_NMKV, dv_new_NMCV = _scan_d_states(
         prepared, decay.total_NMK, solved.p_NMCC, do_NMCV, d_state_MKV, precision
     )
-    dvb_NMCV = matmul("nmij,nmiv->nmjv", solved.inverse_NMCC, dv_new_NMCV)
+    dvb_NMCV = einsum("nmij,nmiv->nmjv", solved.inverse_NMCC, dv_new_NMCV)
 
     kb_NMCK = x.beta_NMC1 * x.k_NMCK
     strict_NMCC = _mask(np.tri(do_NMCV.shape[-2], k=-1, dtype=bool), solved.p_NMCC)
     if cuts is not None:
-        strict_NMCC = strict_NMCC & cuts.together_NMCC
-    dp_NMCC = matmul("nmiv,nmjv->nmij", do_NMCV, v_new_NMCV)
-    dl_NMCC = -matmul("nmiv,nmjv->nmij", dvb_NMCV, v_new_NMCV)
+        strict_NMCC &= cuts.together_NMCC
+    dp_NMCC = einsum("nmiv,nmjv->nmij", do_NMCV, v_new_NMCV)
+    dl_NMCC = -einsum("nmiv,nmjv->nmij", dvb_NMCV, v_new_NMCV)
     dp_NMCC, dl_NMCC = (jnp.where(strict_NMCC, d, 0.0) for d in (dp_NMCC, dl_NMCC))
     (dq_NMCK, dkb_NMCK), dk_NMCK, d_sums = tiles.strict_scores_vjp(
         (dp_NMCC, dl_NMCC), (x.q_NMCK, kb_NMCK), x.k_NMCK, decay.spans, tile_bound
     )
-    dq_enter_NMCK = matmul("nmcv,nmkv->nmck", do_NMCV, states_NMKV)
-    dq_enter_NMCK *= decay.from_start_NMCK
-    dkb_enter_NMCK = -matmul("nmcv,nmkv->nmck", dvb_NMCV, states_NMKV)
-    dkb_enter_NMCK *= decay.from_start_NMCK
-    dk_leave_NMCK = matmul("nmcv,nmkv->nmck", v_new_NMCV, d_leaving_NMKV)
-    dk_leave_NMCK *= decay.to_end_NMCK
-
-    # A factor exp(sum) on a row of x makes x * dx the gradient of the sum.
-    d_start_NIK = tiles.split_tiles(x.q_NMCK * dq_enter_NMCK + kb_NMCK * dkb_enter_NMCK)
-    d_end_NJK = tiles.split_tiles(x.k_NMCK * dk_leave_NMCK)
-    d_sums = d_sums._replace(
-        row_NIK=d_sums.row_NIK + d_start_NIK,
-        column_NJK=d_sums.column_NJK + d_end_NJK,
-        start_NK=sum_halves(d_start_NIK, -2)[..., 0, :],
-        end_NK=sum_halves(d_end_NJK, -2)[..., 0, :],
-        total_K=decay.total_NMK * sum_halves(states_NMKV * d_leaving_NMKV, -1)[..., 0],
+    dq_enter_NMCK = einsum("nmcv,nmkv->nmck", do_NMCV, states_NMKV) * decay.from_start_NMCK
+    dkb_enter_NMCK = -einsum("nmcv,nmkv->nmck", dvb_NMCV, states_NMKV) * decay.from_start_NMCK
+    dk_leave_NMCK = einsum("nmcv,nmkv->nmck", v_new_NMCV, d_leaving_NMKV) * decay.to_end_NMCK
+    d_sums = _add_state_sums(
+        d_sums,
+        x.q_NMCK * dq_enter_NMCK + kb_NMCK * dkb_enter_NMCK,
+        x.k_NMCK * dk_leave_NMCK,
+        decay.total_NMK * sum_halves(states_NMKV * d_leaving_NMKV, -1)[..., 0],
     )
 
     d_own_NMC1 = sum_halves(do_NMCV * v_new_NMCV, -1)
@@ -217,6 +210,24 @@ def vjp(
     return d_operands, d_state_MKV
 
 
+def _add_state_sums(
+    d_sums: tiles.Spans,
+    d_from_start_NMCK: jax.Array,
+    d_to_end_NMCK: jax.Array,
+    d_total_NMK: jax.Array,
+) -> tiles.Spans:
+    """Adds the gradients of the exponents in front of the state to those of the scores."""
+    d_from_start_NIK = tiles.split_tiles(d_from_start_NMCK)
+    d_to_end_NJK = tiles.split_tiles(d_to_end_NMCK)
+    return d_sums._replace(
+        row_NIK=d_sums.row_NIK + d_from_start_NIK,
+        column_NJK=d_sums.column_NJK + d_to_end_NJK,
+        start_NK=sum_halves(d_from_start_NIK, -2)[..., 0, :],
+        end_NK=sum_halves(d_to_end_NJK, -2)[..., 0, :],
+        total_K=d_total_NMK,
+    )
+
+
 def _scan_d_states(
     x: Prepared,
     total_NMK: jax.Array,
@@ -226,18 +237,18 @@ def _scan_d_states(
     precision: jax.lax.Precision,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(gradient of the first entering state, of the leaving states_NMKV, of v_new_NMCV)."""
-    matmul = lambda equation, a, b: jnp.einsum(equation, a, b, precision=precision)  # noqa: E731
+    einsum = partial(jnp.einsum, precision=precision)
 
     def chunk(d_state_MKV: jax.Array, xs: tuple) -> tuple:
         dv_new_MCV, d_read_MKV, w_MCK, k_leave_MCK, total_MK = xs
-        dv_new_MCV = dv_new_MCV + matmul("mck,mkv->mcv", k_leave_MCK, d_state_MKV)
+        dv_new_MCV = dv_new_MCV + einsum("mck,mkv->mcv", k_leave_MCK, d_state_MKV)
         d_entering_MKV = total_MK[..., None] * d_state_MKV + d_read_MKV
-        d_entering_MKV = d_entering_MKV - matmul("mck,mcv->mkv", w_MCK, dv_new_MCV)
+        d_entering_MKV = d_entering_MKV - einsum("mck,mcv->mkv", w_MCK, dv_new_MCV)
         return d_entering_MKV, (d_state_MKV, dv_new_MCV)
 
     xs = (
-        matmul("nmij,nmiv->nmjv", p_NMCC, do_NMCV),
-        matmul("nmck,nmcv->nmkv", x.q_enter_NMCK, do_NMCV),
+        einsum("nmij,nmiv->nmjv", p_NMCC, do_NMCV),
+        einsum("nmck,nmcv->nmkv", x.q_enter_NMCK, do_NMCV),
         x.w_NMCK,
         x.k_leave_NMCK,
         total_NMK,
