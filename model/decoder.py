@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from kernels.attention_residuals import SourceMix, merge_partial, mix_sources
+from kernels.attention_residuals import merge_partial, mix_sources
 from model.balance import Stats
 from model.config import ModelConfig
 from model.ffn import FFN
@@ -86,6 +86,12 @@ class DecoderLayer(nn.Module):
         return y_BTD, out, seen
 
 
+def unstack(x: jax.Array) -> list[jax.Array]:
+    """The entries of the first dim."""
+    parts = jax.lax.split(x, [1] * x.shape[0])
+    return [part.reshape(x.shape[1:]) for part in parts]
+
+
 class ResidualMixer:
     """AttnRes inputs of a group's sublayers, two-phase (AttnRes paper, Algorithm 1).
 
@@ -97,17 +103,16 @@ class ResidualMixer:
         self, config: ModelConfig, query_SD: jax.Array, norm_SD: jax.Array, context: Context
     ) -> None:
         self.eps = config.norm_eps
-        self.query_SD, self.norm_SD = query_SD, norm_SD
-        self.phase1: SourceMix = mix_sources(context.sources, query_SD, norm_SD, eps=self.eps)
-        self.next = 0
+        phase1 = mix_sources(context.sources, query_SD, norm_SD, eps=self.eps)
+        # Split at once: the gradient of a split is one concatenation, that of S slices S sums.
+        parts = (unstack(x) for x in phase1)
+        self.sublayers = zip(*parts, query_SD, norm_SD, strict=True)
 
     def __call__(self, partial_BTD: jax.Array, has_partial: jax.Array | bool) -> jax.Array:
         """The input of the next sublayer."""
-        s, self.next = self.next, self.next + 1
-        one = jax.tree.map(lambda x: x[s], self.phase1)
-        query_D, norm_D = self.query_SD[s], self.norm_SD[s]
+        *phase1, query_D, norm_D = next(self.sublayers)
         return merge_partial(
-            *one, partial_BTD, query_D, norm_D, eps=self.eps, has_partial=has_partial
+            *phase1, partial_BTD, query_D, norm_D, eps=self.eps, has_partial=has_partial
         )
 
 

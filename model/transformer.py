@@ -172,9 +172,9 @@ class Block(nn.Module):
         return partial_BTD, stats, aux_loss, intermediates
 
 
-def unembed(params: Params, hidden: jax.Array) -> jax.Array:
-    """Logits [..., W] of hidden states [..., D], in the hidden states' dtype."""
-    return einsum("...d,dw->...w", hidden, params["head"])
+def unembed(params: Params, hidden_BTD: jax.Array) -> jax.Array:
+    """Logits [B, T, W] of hidden states [B, T, D], in the hidden states' dtype."""
+    return einsum("btd,dw->btw", hidden_BTD, params["head"])
 
 
 def init_params(config: ModelConfig, key: jax.Array) -> Params:

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from absl import app, flags
+from absl import app, flags, logging
 from ml_collections import config_flags
 
 from train.config import TrainConfig, build
@@ -29,6 +29,7 @@ def load_config() -> TrainConfig:
 def run(main: Callable[[], None]) -> None:
     """Runs a program whose command line holds --config."""
     flags.mark_flag_as_required("config")
+    logging.set_verbosity(logging.WARNING)  # below that, orbax alone tells fifty lines a save
     app.run(lambda _: main(), flags_parser=_parse)
 
 

@@ -1,7 +1,6 @@
 """Checkpoints: the only file that knows orbax."""
 
 import json
-import logging
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,7 +12,6 @@ from jax.experimental import multihost_utils
 
 PyTree = Any
 MAX_DIFFERENCES_SHOWN = 5
-ORBAX_FOLDER = os.path.dirname(ocp.__file__)
 
 
 class Restored(NamedTuple):
@@ -39,7 +37,6 @@ class Checkpoints:
     def __init__(self, directory: str | os.PathLike[str], *, keep: int = 2) -> None:
         if keep < 1:
             raise ValueError(f"keep={keep} checkpoints leaves nothing to resume; use 1 or more")
-        logging.getLogger("absl").addFilter(_is_not_chatter)  # a second time changes nothing
         self._directory = os.path.abspath(os.path.expanduser(directory))
         registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
         arrays, plain = ocp.StandardCheckpointHandler(), ocp.JsonCheckpointHandler()
@@ -141,11 +138,6 @@ class Checkpoints:
                 + f". Resume with its config, {self._directory}/{step}/config/metadata, "
                 "or use a new workdir"
             )
-
-
-def _is_not_chatter(record: logging.LogRecord) -> bool:
-    """False for what orbax tells below a warning: some fifty lines a save under absl's app.run."""
-    return record.levelno >= logging.WARNING or not record.pathname.startswith(ORBAX_FOLDER)
 
 
 def _by_name(tree: PyTree) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def _next_token(
 ) -> jax.Array:
     """Samples the token after position `last`; later positions are never looked at."""
     hidden_BTD, _ = Transformer(model).apply({"params": params}, tokens_T[None], None, balance)
-    logits_W = unembed(params, hidden_BTD[0, last])
+    logits_W = unembed(params, hidden_BTD[:, last][:, None])[0, 0]
     greedy = jnp.argmax(logits_W)
     scaled_W = logits_W / jnp.maximum(temperature, 1e-6)
     return jnp.where(temperature > 0, jax.random.categorical(key, scaled_W), greedy)
