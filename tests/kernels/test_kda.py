@@ -114,7 +114,7 @@ def packed_inputs():
 
 
 EQUAL_CASES = {
-    "packed": (packed_inputs(), {}),
+    "packed": (packed_inputs(), {"chunk_size": 32}),
     "softplus": (random_inputs(2, 37, 2, 2, 16, 16), {"gate_kind": "softplus", "chunk_size": 32}),
     "odd_lengths": (
         random_inputs(7, 65, 1, 1, 24, 8, gate_params=False)
