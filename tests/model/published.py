@@ -61,7 +61,7 @@ def read_config(folder: Path, **overrides) -> ModelConfig:
     return ModelConfig(**(fields | overrides))
 
 
-def _kda(read: Read, c: KDAConfig) -> dict:
+def kda_tree(read: Read, c: KDAConfig) -> dict:
     H, K, V = c.num_heads, c.key_dim, c.value_dim
 
     def heads(name: str, width: int) -> np.ndarray:
@@ -89,7 +89,7 @@ def _kda(read: Read, c: KDAConfig) -> dict:
     }
 
 
-def _mla(read: Read, c: MLAConfig) -> dict:
+def mla_tree(read: Read, c: MLAConfig) -> dict:
     H, N, V = c.num_heads, c.nope_dim, c.value_dim
 
     def heads(name: str) -> np.ndarray:
@@ -115,24 +115,22 @@ def _mla(read: Read, c: MLAConfig) -> dict:
     }
 
 
-def _ffn(read: Read) -> dict:
+def ffn_tree(read: Read) -> dict:
     names = {"ffn_gate": "gate_proj", "ffn_up": "up_proj", "ffn_down": "down_proj"}
     return {ours: read(name + ".weight").T for ours, name in names.items()}
 
 
-def _moe(read: Read, c: MoEConfig) -> dict:
-    def experts(name: str) -> np.ndarray:
-        return np.stack([read(f"experts.{e}.{name}.weight").T for e in range(c.num_experts)])
-
-    return {
+def moe_tree(read: Read, c: MoEConfig) -> dict:
+    """`read` gives each expert matrix stacked, [E, out, in]."""
+    norm = {"latent_norm": read("routed_expert_norm.weight")} if c.latent_norm else {}
+    return norm | {
         "router": read("gate.weight").T,
         "latent_down": read("routed_expert_down_proj.weight").T,
-        "latent_norm": read("routed_expert_norm.weight"),
         "latent_up": read("routed_expert_up_proj.weight").T,
-        "expert_gate": experts("w1"),
-        "expert_up": experts("w3"),
-        "expert_down": experts("w2"),
-        "shared": _ffn(lambda name: read("shared_experts." + name)),
+        "expert_gate": read("experts.w1").swapaxes(1, 2),
+        "expert_up": read("experts.w3").swapaxes(1, 2),
+        "expert_down": read("experts.w2").swapaxes(1, 2),
+        "shared": ffn_tree(lambda name: read("shared_experts." + name)),
     }
 
 
@@ -145,19 +143,30 @@ def to_tree(config: ModelConfig, tensors: dict[str, np.ndarray]) -> dict:
             return tensors[f"{prefix}layers.{i}.{name}"]
 
         attention = lambda name: read("self_attn." + name)  # noqa: E731
-        moe = lambda name: read("block_sparse_moe." + name)  # noqa: E731
+
+        def moe(name: str) -> np.ndarray:
+            if not name.startswith("experts."):
+                return read("block_sparse_moe." + name)
+            expert, matrix = name.split(".")
+            return np.stack(
+                [
+                    read(f"block_sparse_moe.{expert}.{e}.{matrix}.weight")
+                    for e in range(config.moe.num_experts)
+                ]
+            )
+
         out = {
             "attn_norm": read("input_layernorm.weight"),
             "ffn_norm": read("post_attention_layernorm.weight"),
         }
         if spec.attention == "kda":
-            out["kda"] = _kda(attention, config.kda)
+            out["kda"] = kda_tree(attention, config.kda)
         else:
-            out["mla"] = _mla(attention, config.mla)
+            out["mla"] = mla_tree(attention, config.mla)
         if spec.ffn == "dense":
-            out["ffn"] = _ffn(lambda name: read("mlp." + name))
+            out["ffn"] = ffn_tree(lambda name: read("mlp." + name))
         else:
-            out["moe"] = _moe(moe, config.moe)
+            out["moe"] = moe_tree(moe, config.moe)
         return out
 
     def mixes(i: int, spec, kind: str) -> list[np.ndarray]:
