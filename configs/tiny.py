@@ -1,9 +1,10 @@
 """A CPU: the whole architecture in a model of under 2M parameters, trained on Python source.
 
 Command:  make train    (python -m train --config=configs/tiny.py --workdir=runs/tiny)
-Expected: to be measured
+Expected: held-out bits per byte 1.98, MaxVio 0.3 to 0.6 at the end; 3m45s on two cores, of which
+          0.5 compile. (zlib -9 has 1.83; with 450 steps of 5 layers 1.92 in twice the time.)
 
---config=configs/tiny.py:balance trains the same model on 8192 tokens a step for 100 steps: the
+--config=configs/tiny.py:balance trains the same model on 8192 tokens a step for 60 steps: the
 setting of the router-balance figures in the README.
 """
 
@@ -13,26 +14,34 @@ from configs import base
 
 
 def get_config(arg: str = "") -> ConfigDict:
-    """K K K M M, width 128, bytes as tokens. `arg`: "" or "balance"."""
+    """K K K M, width 128, bytes as tokens. `arg`: "" or "balance"."""
     if arg not in ("", "balance"):
         raise ValueError(f"configs/tiny.py:{arg} does not exist; try configs/tiny.py:balance")
     config = base.get_config()
 
     model = config.model
-    model.layers = "KKKMM"
+    model.layers = "KKKM"
+    model.residual.block_size = 2
     model.dtype = "float32"  # bf16 is no faster than fp32 on a CPU
     model.remat = "none"
     model.embedding_std = 0.3
     model.head_std = 0.0
     model.moe.latent_dim = 64
+    model.kda.chunk_size = 32
+
+    config.optimizer.learning_rate = 1e-2
+    config.optimizer.schedule = "linear"
+    config.optimizer.final_lr_fraction = 0.02
 
     config.mesh.cpu_devices = 2  # two small programs beat one with two threads
-    config.run.steps = 320
-    config.run.eval_every = 100
-    config.run.checkpoint_every = 160
+    config.run.steps = 480
+    config.run.eval_every = 120
+    config.run.checkpoint_every = 240
+    config.run.sample_tokens = 120
     if arg == "balance":
         config.data.batch_size = 32
-        config.run.steps = 100
+        config.run.steps = 60
+        config.run.sample_tokens = 0
         config.run.log_every = 1
         config.run.eval_every = 0
         config.run.checkpoint_every = 0
