@@ -43,7 +43,8 @@ step = functools.partial(
 
 def run(num_devices):
     devices = jax.devices()[:num_devices]
-    mesh = jax.make_mesh((num_devices, 1, 1), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+    shape, types = (num_devices, 1, 1), (AxisType.Auto,) * 3
+    mesh = jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
     with jax.set_mesh(mesh):
         rows = jax.device_put(batch, batch_sharding(mesh))
         start = jax.device_put(state, replicated(mesh, state))
