@@ -26,7 +26,7 @@ def read_metric(workdir: Path, metric: str) -> tuple[np.ndarray, np.ndarray]:
     if not path.is_file():
         raise ValueError(f"{path} does not exist; give the --workdir of a run")
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    values = {r["step"]: float(np.mean(r[metric])) for r in records if metric in r}
+    values = {r["step"]: float(np.mean(r[metric])) for r in records if r.get(metric) is not None}
     if not values:
         names = sorted({name for record in records for name in record} - {"step"})
         raise ValueError(f"{path} has no metric {metric!r}; it has {', '.join(names)}")

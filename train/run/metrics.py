@@ -1,6 +1,7 @@
 """What a run says: console lines, a progress bar on a terminal, metrics.jsonl, TensorBoard."""
 
 import json
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -76,13 +77,24 @@ class MetricsWriter:
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Records values of a step: numbers, or arrays of one number per MoE layer."""
-        plain = {name: np.asarray(value).tolist() for name, value in values.items()}
+        plain = {name: _plain(np.asarray(value).tolist()) for name, value in values.items()}
         self._jsonl.write(json.dumps({"step": step, **plain}) + "\n")
         self._jsonl.flush()
         for name, value in plain.items():
-            if isinstance(value, list):
-                for layer, number in enumerate(value):
-                    self._tensorboard.add_scalar(f"{name}/moe_layer_{layer}", number, step)
-            else:
-                self._tensorboard.add_scalar(name, value, step)
+            if not isinstance(value, list):
+                self._scalar(name, value, step)
+                continue
+            for layer, number in enumerate(value):
+                self._scalar(f"{name}/moe_layer_{layer}", number, step)
         self._tensorboard.flush()
+
+    def _scalar(self, name: str, number: float | None, step: int) -> None:
+        if number is not None:
+            self._tensorboard.add_scalar(name, number, step)
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN or infinity: null in their place."""
+    if isinstance(value, list):
+        return [_plain(x) for x in value]
+    return value if math.isfinite(value) else None
