@@ -75,7 +75,7 @@ def test_resume_equals_the_uninterrupted_run(tmp_path, capsys):
 
     text = (tmp_path / "half/metrics.jsonl").read_text()
     lines = [json.loads(line) for line in text.splitlines()]
-    assert [line["step"] for line in lines if "loss" in line] == [30, 40]
+    assert [line["step"] for line in lines if "loss" in line] == [21, 30, 40]
     assert len(lines[0]["max_vio"]) == 1  # one MoE layer
     assert any((tmp_path / "whole/tensorboard").iterdir())
     saved = json.loads((tmp_path / "whole/config.json").read_text())

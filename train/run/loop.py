@@ -237,6 +237,7 @@ class _Log:
             return
         elapsed = time.perf_counter() - self.start_time
         if step == self.clock_step:
+            self.writer.write(step, values)
             self.writer.say(f"first step, with compilation: {duration(elapsed)}")
             self.start_time = time.perf_counter()
             return
