@@ -34,9 +34,10 @@ def get_config(arg: str = "") -> ConfigDict:
     config.optimizer.final_lr_fraction = 0.02
 
     config.mesh.cpu_devices = 2  # two small programs beat one with two threads
-    config.run.steps = 480
-    config.run.eval_every = 120
-    config.run.checkpoint_every = 240
+    config.run.steps = 460
+    config.run.eval_every = 115
+    config.run.checkpoint_every = 230
+    config.run.eval_rows = 512
     config.run.sample_tokens = 120
     if arg == "balance":
         config.data.batch_size = 32

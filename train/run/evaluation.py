@@ -33,11 +33,12 @@ def bits_per_byte(
     batches: Iterable[Batch],
     model: ModelConfig,
     config: LossConfig,
-) -> float:
-    """Mean code length of the batches' targets; with the byte tokenizer each target is a byte."""
+) -> tuple[float, int]:
+    """(mean code length, number) of the targets, which are bytes with the byte tokenizer."""
     results = [_nll(params, balance, batch, model, config) for batch in batches]
     nats = sum(float(nll) for nll, _ in results)
-    return nats / math.log(2) / max(1, sum(int(tokens) for _, tokens in results))
+    num_bytes = sum(int(tokens) for _, tokens in results)
+    return nats / math.log(2) / max(1, num_bytes), num_bytes
 
 
 @functools.partial(jax.jit, static_argnames=("model",))

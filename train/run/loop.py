@@ -117,7 +117,7 @@ class Run:
                 pending = None
             if evaluate:
                 start = time.perf_counter()
-                bits = self._bits_per_byte(run.eval_rows_during)
+                bits, _ = self._bits_per_byte(run.eval_rows_during)
                 log.evaluation(step, bits, time.perf_counter() - start)
             if save:
                 states = self.batches.get_state()
@@ -126,8 +126,9 @@ class Run:
     def _to_devices(self, batch: Batch) -> Batch:
         return jax.device_put(batch, batch_sharding(self.mesh))
 
-    def _bits_per_byte(self, max_rows: int) -> float:
-        """Held-out bits per byte over at most max_rows rows (0: all)."""
+    def _bits_per_byte(self, max_rows: int) -> tuple[float, int]:
+        """Held-out bits per byte over at most max_rows rows (0: all), and how many bytes that
+        is."""
         config = self.config
         rows = heldout_batches(
             self.heldout_source,
@@ -147,7 +148,7 @@ class Run:
     def _finish(self, writer: MetricsWriter) -> None:
         """The sample and the closing line."""
         config = self.config
-        bits = self._bits_per_byte(config.run.eval_rows)
+        bits, num_bytes = self._bits_per_byte(config.run.eval_rows)
         writer.write(config.run.steps, {"heldout_bits_per_byte": bits})
         if config.run.sample_tokens:
             prompt_T = self.tokenizer.encode(self.heldout_source.read(0, 0, 120))
@@ -163,6 +164,11 @@ class Run:
             text = self.tokenizer.decode(prompt_T) + "\u2588" + self.tokenizer.decode(new_T)
             writer.say("\n".join("  | " + line for line in text.splitlines()))
         marks = baselines(self.train_source, self.heldout_source)
+        all_bytes = sum(self.heldout_source.num_bytes)
+        writer.say(
+            f"scored {num_bytes:,} of {all_bytes:,} held-out bytes, evenly spread over the files; "
+            "the marks in brackets are of all"
+        )
         writer.say(
             f"held-out bits per byte: {bits:.3f} (unigram {marks.unigram:.2f}, "
             f"bigram {marks.bigram:.2f}, zlib -9 {marks.zlib:.2f})"
