@@ -1,8 +1,8 @@
 """One GPU: K3's architecture at width 1024 and 17 layers; all speed figures use this shape.
 
 Command:  python -m train --config=configs/small.py --workdir=runs/small
-Expected: not yet run on an accelerator; `python -m train.params --config=configs/small.py` says
-          how large it is.
+Expected: seen on one H200 with --config.data.batch_size=2 for 30 steps only: 3 minutes of
+          compilation, loss 3.8 to 1.9 on bytes, MFU 5.5% in pure JAX.
 """
 
 from ml_collections import ConfigDict
