@@ -1,7 +1,8 @@
 """Every field of an experiment, with the values most experiments share.
 
-Not an experiment itself: tiny.py, small.py, kimi_linear_48b.py and k3_2p8t.py start from it. None
-is spelled as a typed placeholder, so that the command line can override it.
+Not an experiment itself: tiny.py, small.py, kimi_linear_48b.py and k3_2p8t.py start from it. A
+field that may be None is a typed placeholder: the command line can give it a value, and only a
+config file can set it to None.
 """
 
 from ml_collections import ConfigDict

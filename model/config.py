@@ -22,11 +22,11 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}; try {choices[0]!r}")
 
 
-def check_positive(owner: str, **values: float) -> None:
-    """Raises ValueError unless every value is greater than zero."""
+def check_positive(owner: str, **values: float | None) -> None:
+    """Raises ValueError unless every value is greater than zero, or None."""
     for name, value in values.items():
-        if value <= 0:
-            raise ValueError(f"{owner}.{name}={value} must be positive; try 1")
+        if value is not None and value <= 0:
+            raise ValueError(f"{owner}.{name}={value} must be positive; try a value above 0")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +54,13 @@ class KDAConfig:
             key_dim=self.key_dim,
             value_dim=self.value_dim,
             conv_size=self.conv_size,
-            chunk_size=self.chunk_size,
+            num_value_heads=self.num_value_heads,
+            gate_rank=self.gate_rank,
         )
+        if self.chunk_size < 16 or self.chunk_size % 16:
+            raise ValueError(f"kda.chunk_size={self.chunk_size} must be a multiple of 16; try 64")
+        if self.lower_bound >= 0:
+            raise ValueError(f"kda.lower_bound={self.lower_bound} must be negative; try -5.0")
         if self.value_heads % self.num_heads:
             raise ValueError(
                 f"kda.num_value_heads={self.value_heads} is not a multiple of "
@@ -92,7 +97,10 @@ class MLAConfig:
             kv_lora_rank=self.kv_lora_rank,
             nope_dim=self.nope_dim,
             value_dim=self.value_dim,
+            q_lora_rank=self.q_lora_rank,
         )
+        if self.rope_dim < 0:
+            raise ValueError(f"mla.rope_dim={self.rope_dim} must not be negative; try 64")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +128,14 @@ class MoEConfig:
             top_k=self.top_k,
             expert_hidden=self.expert_hidden,
             row_block=self.row_block,
+            latent_dim=self.latent_dim,
         )
+        if self.num_shared_experts < 0:
+            raise ValueError(
+                f"moe.num_shared_experts={self.num_shared_experts} must not be negative; try 1"
+            )
+        if self.num_experts < 2:
+            raise ValueError(f"moe.num_experts={self.num_experts} must be at least 2; try 16")
         if self.top_k >= self.num_experts:
             raise ValueError(
                 f"moe.top_k={self.top_k} must be below moe.num_experts={self.num_experts}: routing "
@@ -141,7 +156,12 @@ class BalanceConfig:
 
     def __post_init__(self) -> None:
         check_choice("balance.estimator", self.estimator, ESTIMATORS)
-        check_positive("balance", num_bins=self.num_bins, max_margins=self.max_margins)
+        check_positive(
+            "balance",
+            num_bins=self.num_bins,
+            max_margins=self.max_margins,
+            sign_step=self.sign_step,
+        )
         if not 0 <= self.ema < 1:
             raise ValueError(f"balance.ema={self.ema} must lie in [0, 1); try 0.9")
 
@@ -189,15 +209,23 @@ class ModelConfig:
         check_choice("model.dtype", self.dtype, DTYPES)
         check_choice("model.param_dtype", self.param_dtype, DTYPES)
         check_choice("model.remat", self.remat, REMAT_POLICIES)
-        check_positive("model", vocab_size=self.vocab_size, dim=self.dim)
+        check_positive(
+            "model",
+            vocab_size=self.vocab_size,
+            dim=self.dim,
+            dense_hidden=self.dense_hidden,
+            situ_beta=self.situ_beta,
+            situ_linear_beta=self.situ_linear_beta,
+            norm_eps=self.norm_eps,
+        )
         if not self.layers or set(self.layers) - {"K", "M"}:
             raise ValueError(
                 f"model.layers={self.layers!r} must be letters K (KDA) and M (MLA); try 'KKKM'"
             )
-        if not 0 <= self.num_dense_layers <= len(self.layers):
+        if not 0 <= self.num_dense_layers < len(self.layers):
             raise ValueError(
-                f"model.num_dense_layers={self.num_dense_layers} must lie in "
-                f"0..{len(self.layers)}, the number of layers; try 1"
+                f"model.num_dense_layers={self.num_dense_layers} must leave at least one of the "
+                f"{len(self.layers)} layers a MoE layer; try {min(1, len(self.layers) - 1)}"
             )
 
     @property

@@ -8,7 +8,7 @@ from flax import linen as nn
 
 from kernels.kda import kda
 from model.config import ModelConfig
-from model.layers import einsum, param, rms_norm, short_conv
+from model.layers import at_least_float32, einsum, param, rms_norm, short_conv
 
 DT_MIN, DT_MAX = 1e-3, 0.1
 
@@ -83,7 +83,9 @@ class KDALayer(nn.Module):
             )
         with jax.named_scope("kda_output"):
             gate_BTHV = self._output_gate(x_BTD)
-            o_BTHV = rms_norm(o_BTHV, out_norm, config.norm_eps) * jax.nn.sigmoid(gate_BTHV)
+            gate_BTHV = jax.nn.sigmoid(gate_BTHV.astype(at_least_float32(gate_BTHV.dtype)))
+            o_BTHV = rms_norm(o_BTHV, out_norm, config.norm_eps)
+            o_BTHV = (o_BTHV * gate_BTHV).astype(x_BTD.dtype)
             return einsum("bthv,hvd->btd", o_BTHV, o_proj)
 
     def _output_gate(self, x_BTD: jax.Array) -> jax.Array:

@@ -42,26 +42,33 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return (x32 * inverse * weight).astype(x.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def einsum(spec: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
+def einsum(
+    spec: str, x: jax.Array, weight: jax.Array, out_dtype: jnp.dtype | None = None
+) -> jax.Array:
     """einsum of an activation and a weight in the activation's dtype, for example
-    "btd,dhk->bthk"; the weight's gradient is accumulated and returned in the weight's dtype."""
-    return jnp.einsum(spec, x, weight.astype(x.dtype))
+    "btd,dhk->bthk"; the result in out_dtype (None: the activation's), the weight's gradient
+    accumulated and returned in the weight's dtype."""
+    return jnp.einsum(spec, x, weight.astype(x.dtype), preferred_element_type=out_dtype or x.dtype)
 
 
 def _einsum_fwd(
-    spec: str, x: jax.Array, weight: jax.Array
+    spec: str, x: jax.Array, weight: jax.Array, out_dtype: jnp.dtype | None
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return einsum(spec, x, weight), (x, weight)
+    return einsum(spec, x, weight, out_dtype), (x, weight)
 
 
 def _einsum_bwd(
-    spec: str, residuals: tuple[jax.Array, jax.Array], dy: jax.Array
+    spec: str,
+    out_dtype: jnp.dtype | None,
+    residuals: tuple[jax.Array, jax.Array],
+    dy: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     # The weight's gradient with the narrower of x and dy as the left operand: XLA's CPU backend
     # computes the left one transposed, element by element. Autodiff puts dy there, which took a
     # third of a whole training step.
     x, weight = residuals
+    dy = dy.astype(x.dtype)
     (x_dims, w_dims), y_dims = spec.split("->")[0].split(","), spec.split("->")[1]
     dx = jnp.einsum(f"{y_dims},{w_dims}->{x_dims}", dy, weight.astype(dy.dtype))
     left, right = ((x_dims, x), (y_dims, dy)) if x.size <= dy.size else ((y_dims, dy), (x_dims, x))
@@ -93,4 +100,4 @@ def short_conv(
             inside = (earlier == segment_ids_BT) & (jnp.arange(T) >= lag)[None]
             shifted = jnp.where(inside[:, :, None, None], shifted, 0)
         out += shifted * weight_CHK[num_taps - 1 - lag][None, None]
-    return jax.nn.silu(out)
+    return jax.nn.silu(out.astype(at_least_float32(out.dtype))).astype(out.dtype)

@@ -29,21 +29,6 @@ class Group(NamedTuple):
         """MoE layers in one copy."""
         return sum(spec.ffn == "moe" for spec in self.specs)
 
-    @property
-    def num_mixes(self) -> int:
-        """AttnRes pseudo-queries in one copy."""
-        return sum(spec.mixes_attention + spec.mixes_ffn for spec in self.specs)
-
-
-class LayerPath(NamedTuple):
-    """Parameters of a layer: params[block][group][layer], at `repeat` of the leading dimension
-    (None where the group is not scanned)."""
-
-    block: str
-    group: str
-    layer: str
-    repeat: int | None
-
 
 def layer_specs(config: ModelConfig) -> list[LayerSpec]:
     """One LayerSpec per decoder layer."""
@@ -100,15 +85,3 @@ def blocks(config: ModelConfig) -> list[list[Group]]:
         else:
             out.append([Group((spec,), 1, start + i) for i, spec in enumerate(block)])
     return out
-
-
-def layer_paths(config: ModelConfig) -> list[LayerPath]:
-    """Where each decoder layer's parameters are."""
-    paths = []
-    for b, groups in enumerate(blocks(config)):
-        for g, group in enumerate(groups):
-            for repeat in range(group.repeats):
-                for i in range(len(group.specs)):
-                    scanned = repeat if group.repeats > 1 else None
-                    paths.append(LayerPath(f"block_{b}", f"group_{g}", f"layer_{i}", scanned))
-    return paths

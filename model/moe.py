@@ -89,7 +89,8 @@ def _over_data_axis(
 ) -> tuple[jax.Array, RouterOutput]:
     """`_route_and_mix` with each device of the mesh's data axis sorting its own rows only."""
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.shape["data"] == 1:
+    num_rows = rows[0].shape[0]
+    if mesh.empty or mesh.shape["data"] == 1 or num_rows % mesh.shape["data"]:
         return _route_and_mix(config, rows, weights, balance, axis=None)
     by_row, whole = PartitionSpec("data"), PartitionSpec()
     stats_specs = {"load": whole, "histogram": whole, "margins": by_row}

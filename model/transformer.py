@@ -63,7 +63,7 @@ class Transformer(nn.Module):
             ("embed", "vocab"),
             nn.initializers.normal(config.head_std),
         )
-        embedded_BTD = embedding.astype(config.dtype)[inputs_BT]
+        embedded_BTD = embedding[inputs_BT].astype(config.dtype)
         valid_BT = jnp.ones_like(inputs_BT, bool) if segment_ids_BT is None else segment_ids_BT != 0
 
         mixes = config.residual.mode != "none"
@@ -173,8 +173,8 @@ class Block(nn.Module):
 
 
 def unembed(params: Params, hidden_BTD: jax.Array) -> jax.Array:
-    """Logits [B, T, W] of hidden states [B, T, D], in the hidden states' dtype."""
-    return einsum("btd,dw->btw", hidden_BTD, params["head"])
+    """Logits [B, T, W] of hidden states [B, T, D], in fp32."""
+    return einsum("btd,dw->btw", hidden_BTD, params["head"], at_least_float32(hidden_BTD.dtype))
 
 
 def init_params(config: ModelConfig, key: jax.Array) -> Params:

@@ -1,5 +1,7 @@
 """python -m train --config=configs/tiny.py --workdir=runs/tiny [--config.group.field=value]"""
 
+import os
+
 from absl import flags
 
 from train.flags import load_config, refuse, run
@@ -13,14 +15,16 @@ _WORKDIR = flags.DEFINE_string(
 def main() -> None:
     """Trains the experiment of the command line."""
     config = load_config()
+    if not _WORKDIR.value:
+        refuse("--workdir is empty; name a folder, for example --workdir=runs/tiny")
     try:
-        prepared = Run(config, _WORKDIR.value)
-    except ValueError as error:
-        refuse(error)
-    try:
-        prepared.train()
-    except FloatingPointError as error:
-        refuse(error)
+        Run(config, _WORKDIR.value).train()
+    except (ValueError, NotImplementedError, FloatingPointError, OSError) as error:
+        if os.environ.get("TESSERA_TRACEBACK"):
+            raise
+        refuse(f"{error} (TESSERA_TRACEBACK=1 shows where)")
+    except KeyboardInterrupt:
+        refuse(f"stopped; the same command resumes from the newest checkpoint of {_WORKDIR.value}")
 
 
 if __name__ == "__main__":

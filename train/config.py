@@ -36,7 +36,8 @@ class RunConfig:
         for name in ("steps", "log_every", "keep_checkpoints", "max_skipped"):
             if getattr(self, name) < 1:
                 raise ValueError(f"run.{name}={getattr(self, name)} must be at least 1; try 10")
-        for name in ("eval_every", "eval_context", "eval_rows", "checkpoint_every"):
+        not_negative = ("eval_every", "eval_context", "eval_rows", "eval_rows_during")
+        for name in (*not_negative, "checkpoint_every", "sample_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"run.{name}={getattr(self, name)} must not be negative; try 0")
 

@@ -30,7 +30,7 @@ def run(main: Callable[[], None]) -> None:
     """Runs a program whose command line holds --config."""
     flags.mark_flag_as_required("config")
     logging.set_verbosity(logging.WARNING)  # below that, orbax alone tells fifty lines a save
-    app.run(lambda _: main(), flags_parser=_parse)
+    app.run(lambda argv: main() if not argv[1:] else _refuse_stray(argv[1]), flags_parser=_parse)
 
 
 def refuse(error: Exception | str) -> NoReturn:
@@ -39,11 +39,16 @@ def refuse(error: Exception | str) -> NoReturn:
     sys.exit(2)
 
 
+def _refuse_stray(argument: str) -> NoReturn:
+    refuse(f"{argument!r} is no flag; write --config.group.field=value")
+
+
 def _parse(argv: Sequence[str]) -> list[str]:
     """Parses the command line; a mistyped key or value would otherwise end in a traceback."""
     try:
         return flags.FLAGS(argv)
     except (AttributeError, KeyError) as error:  # ml_collections' answer to an unknown field
-        refuse(f"no such config field: {error.args[0]}".replace("\\n", ". ").replace("\\'", "'"))
+        text = str(error).replace("\\n", ". ").replace("\\", "").replace("'", "").strip('" ')
+        refuse(f"no such config field: {text}")
     except (flags.Error, TypeError, ValueError) as error:
-        refuse(error)
+        refuse(str(error).rsplit("Error: ", 1)[-1])  # without the traceback of a config file

@@ -1,6 +1,7 @@
 """python -m train.plot --metric=max_vio --out=picture.png histogram=runs/a sign=runs/b: curves of
 one metric over steps, from the metrics.jsonl of one or more runs."""
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -25,8 +26,15 @@ def read_metric(workdir: Path, metric: str) -> tuple[np.ndarray, np.ndarray]:
     path = workdir / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(f"{path} does not exist; give the --workdir of a run")
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    values = {r["step"]: float(np.mean(r[metric])) for r in records if r.get(metric) is not None}
+    records = []
+    for line in path.read_text().splitlines():
+        with contextlib.suppress(json.JSONDecodeError):  # a run that was killed in mid-line
+            records.append(json.loads(line))
+    values = {
+        r["step"]: float(np.mean(r[metric]))
+        for r in records
+        if metric in r and None not in np.atleast_1d(r[metric])
+    }
     if not values:
         names = sorted({name for record in records for name in record} - {"step"})
         raise ValueError(f"{path} has no metric {metric!r}; it has {', '.join(names)}")
@@ -47,12 +55,12 @@ def main(arguments: list[str]) -> None:
             name, _, folder = argument.rpartition("=")
             steps, values = read_metric(Path(folder), _METRIC.value)
             axes.plot(steps, values, label=name or folder)
-    except ValueError as error:
+        axes.set(xlabel="step", ylabel=_METRIC.value, title=_TITLE.value)
+        axes.grid(alpha=0.3)
+        axes.legend()
+        figure.savefig(_OUT.value, dpi=110)
+    except (OSError, ValueError) as error:
         refuse(error)
-    axes.set(xlabel="step", ylabel=_METRIC.value, title=_TITLE.value)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(_OUT.value, dpi=110)
     print(f"wrote {_OUT.value}")
 
 

@@ -16,7 +16,7 @@ from model.decoder import Context, DecoderLayer
 from model.layers import rms_norm
 from model.layout import blocks, layer_specs
 from model.moe import LayerBalance
-from model.transformer import Transformer, param_shapes, unembed
+from model.transformer import Transformer, logical_axes, param_shapes, unembed
 from tests.model.configs import small_config
 from tests.model.published import read_config, read_params, to_tree
 
@@ -286,6 +286,15 @@ def test_scanned_equals_unrolled(x64, mode, remat):
         unrolled(config, grads),
         flat_grads,
     )
+
+
+def test_every_parameter_names_its_logical_axes():
+    config = small_config()
+    shapes, axes = param_shapes(config), logical_axes(config)
+    for (path, shape), spec in zip(
+        jax.tree_util.tree_leaves_with_path(shapes), jax.tree.leaves(axes), strict=True
+    ):
+        assert len(spec) == len(shape.shape), jax.tree_util.keystr(path)
 
 
 def test_layout_of_k3():

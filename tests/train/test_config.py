@@ -62,6 +62,9 @@ def test_flops_against_a_hand_count():
         ({"model.kda.gate_kind": "clamped"}, "bounded, softplus"),
         ({"model.layers": "KKX"}, "KKKM"),
         ({"model.moe.top_k": 16}, "try 4"),
+        ({"model.num_dense_layers": 4}, "MoE layer; try 1"),
+        ({"model.kda.chunk_size": 20}, "try 64"),
+        ({"run.sample_tokens": -1}, "run.sample_tokens=-1"),
         ({"model.kda.num_value_heads": 6}, "try 8"),
         ({"mesh.expert": 2}, "mesh.expert=1"),
         ({"run.steps": 0}, "run.steps=0"),
@@ -93,6 +96,8 @@ def test_unknown_and_mistyped_fields():
         ("--config.run.steps=many", "run.steps=many"),
         ("--config.model.moe.top_k=99", "try 4"),
         ("--config=configs/missing.py", "missing.py"),
+        ("--config=configs/tiny.py:foo", "try configs/tiny.py:balance"),
+        ("config.run.steps=3", "is no flag"),
     ],
 )
 def test_command_line_mistakes_are_one_line(argument, expected):

@@ -1,5 +1,6 @@
 """Whole runs on a very small model: outputs, resume bit for bit, refusals."""
 
+import dataclasses
 import json
 import shutil
 
@@ -88,8 +89,13 @@ def test_refusals_say_what_would_work(tmp_path):
     config = small_run()
     Checkpoints(tmp_path / "checkpoints").close()
     run = Run(config, tmp_path)
-    run.checkpoints.save(3, run.state, run.batches.get_state(), {})
+    run.checkpoints.save(3, run.state, run.batches.get_state(), dataclasses.asdict(config))
     run.close()
+    with pytest.raises(ValueError, match=r"try run\.steps=3"):
+        Run(small_run(**{"run.steps": 2}), tmp_path)
+    resumed = Run(small_run(**{"optimizer.learning_rate": 0.5}), tmp_path)
+    assert "config.optimizer.learning_rate" in " ".join(resumed.changed)
+    resumed.close()
     with pytest.raises(ValueError, match="use a new workdir"):
         Run(small_run(**{"model.dim": 48}), tmp_path)
 
@@ -101,4 +107,3 @@ def test_too_many_skipped_steps_stop_the_run(tmp_path):
     run = Run(config, tmp_path)
     with pytest.raises(FloatingPointError, match=r"optimizer\.learning_rate"):
         run.train()
-    run.close()

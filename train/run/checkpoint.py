@@ -125,7 +125,7 @@ class Checkpoints:
         saved = dict(self._manager.item_metadata(step)["state"])
         differences = [
             f"{name} is {describe(saved, name)} there and {describe(abstract, name)} here"
-            for name in sorted(saved.keys() | abstract.keys())
+            for name in sorted(saved.keys() | abstract.keys(), key=_params_first)
             if describe(saved, name) != describe(abstract, name)
         ]
         if differences:
@@ -138,6 +138,10 @@ class Checkpoints:
                 + f". Resume with its config, {self._directory}/{step}/config/metadata, "
                 "or use a new workdir"
             )
+
+
+def _params_first(name: str) -> tuple[bool, str]:
+    return not name.startswith("params"), name
 
 
 def _by_name(tree: PyTree) -> dict[str, Any]:

@@ -47,16 +47,11 @@ def _next_token(
     balance: Balance,
     tokens_T: jax.Array,
     last: jax.Array,
-    key: jax.Array,
-    temperature: jax.Array,
     model: ModelConfig,
 ) -> jax.Array:
-    """Samples the token after position `last`; later positions are never looked at."""
+    """The likeliest token after position `last`; later positions are never looked at."""
     hidden_BTD, _ = Transformer(model).apply({"params": params}, tokens_T[None], None, balance)
-    logits_W = unembed(params, hidden_BTD[:, last][:, None])[0, 0]
-    greedy = jnp.argmax(logits_W)
-    scaled_W = logits_W / jnp.maximum(temperature, 1e-6)
-    return jnp.where(temperature > 0, jax.random.categorical(key, scaled_W), greedy)
+    return jnp.argmax(unembed(params, hidden_BTD[:, last][:, None])[0, 0])
 
 
 def sample(
@@ -67,15 +62,15 @@ def sample(
     model: ModelConfig,
     *,
     context_length: int,
-    temperature: float = 0.0,
-    seed: int = 0,
 ) -> np.ndarray:
-    """Continues a prompt by running the whole window again for every token: no cache, so for short
-    samples only. Returns the new tokens; the window slides when the context is full."""
+    """Continues a prompt greedily; returns the new tokens.
+
+    Runs the whole window again for every token, without a cache, so for short samples only. The
+    window slides when the context is full.
+    """
     tokens_T = np.asarray(prompt_T[-context_length:], np.int32)
     new: list[int] = []
-    key = jax.random.key(seed)
-    for i in range(num_tokens):
+    for _ in range(num_tokens):
         window = tokens_T[-context_length:]
         padded = np.zeros(context_length, np.int32)
         padded[: len(window)] = window
@@ -84,8 +79,6 @@ def sample(
             balance,
             padded,
             np.int32(len(window) - 1),
-            jax.random.fold_in(key, i),
-            np.float32(temperature),
             model,
         )
         new.append(int(token))

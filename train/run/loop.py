@@ -40,6 +40,9 @@ class Run:
         self.config = config
         self.workdir = Path(workdir).expanduser().absolute()
         split_cpu(config.mesh)
+        dtypes = config.model.dtype, config.model.param_dtype, config.optimizer.mu_dtype
+        if "float64" in dtypes and not jax.config.jax_enable_x64:
+            raise ValueError("a dtype is float64, which JAX has off; set JAX_ENABLE_X64=1")
         self.tokenizer = ByteTokenizer()
         if config.model.vocab_size < self.tokenizer.vocab_size:
             raise ValueError(
@@ -47,13 +50,14 @@ class Run:
                 f"try {self.tokenizer.vocab_size}"
             )
         self.train_source, self.heldout_source = load_source(config.data)
-        self.mesh = make_mesh(config.mesh, config.data.batch_size // config.step.accumulation)
+        self.mesh = make_mesh(config.mesh, config.data.batch_size, config.step.accumulation)
         self.batches = TrainBatches(config.data, self.train_source, self.tokenizer)
         self.schedule = make_schedule(config.optimizer, config.run.steps)
         self.checkpoints = Checkpoints(
             self.workdir / "checkpoints", keep=config.run.keep_checkpoints
         )
         self.optimizer = make_optimizer(config.optimizer, config.run.steps)
+        self.changed: list[str] = []  # fields that differ from the resumed checkpoint's
         self.state, self.resumed_from = self._first_state()
 
     def _first_state(self) -> tuple[TrainState, int | None]:
@@ -69,6 +73,12 @@ class Run:
         if restored is None:
             with jax.set_mesh(self.mesh):
                 return jax.jit(make, out_shardings=shardings)(key), None
+        if restored.step > self.config.run.steps:
+            raise ValueError(
+                f"{self.workdir} holds step {restored.step}, beyond run.steps="
+                f"{self.config.run.steps}; try run.steps={restored.step}, or a new workdir"
+            )
+        self.changed = _differences(restored.config, dataclasses.asdict(self.config))
         self.batches.set_state(restored.data_states)
         return restored.state, restored.step
 
@@ -77,14 +87,16 @@ class Run:
         self._write_config()
         self.batches.start_prefetch()
         first_step = self.resumed_from or 0
-        with (
-            jax.set_mesh(self.mesh),
-            MetricsWriter(self.workdir, first_step, self.config.run.steps) as writer,
-        ):
-            self._banner(writer)
-            self._steps(first_step, writer)
-            self._finish(writer)
-        self.close()
+        try:
+            with (
+                jax.set_mesh(self.mesh),
+                MetricsWriter(self.workdir, first_step, self.config.run.steps) as writer,
+            ):
+                self._banner(writer)
+                self._steps(first_step, writer)
+                self._finish(writer)
+        finally:
+            self.close()
 
     def close(self) -> None:
         """Waits for the last checkpoint and ends the background threads."""
@@ -134,7 +146,7 @@ class Run:
             self.heldout_source,
             self.tokenizer,
             context_length=config.run.eval_context or config.data.context_length,
-            batch_size=config.data.batch_size,
+            batch_size=config.data.batch_size // config.step.accumulation,
             max_rows=max_rows or None,
         )
         return bits_per_byte(
@@ -209,8 +221,19 @@ class Run:
             ("run", f"{config.run.steps:,} steps, {started}"),
             ("outputs", f"{self.workdir} (checkpoints, metrics.jsonl, tensorboard, config.json)"),
         )
-        for name, value in rows:
+        for name, value in (*rows, *(("changed", change) for change in self.changed)):
             writer.say(f"{name:<16} {value}")
+
+
+def _differences(old: Any, new: Any, path: str = "config") -> list[str]:
+    """Leaves in which two nested dicts differ, one line each."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        return [
+            line
+            for key in sorted(old.keys() | new.keys())
+            for line in _differences(old.get(key), new.get(key), f"{path}.{key}")
+        ]
+    return [] if old == new else [f"{path}: {old} -> {new}"]
 
 
 def _corpus(train: TextSource, heldout: TextSource) -> str:
@@ -230,7 +253,7 @@ class _Log:
         self.tokens_per_step = config.data.batch_size * config.data.context_length
         self.flops = train_flops_per_token(config.model, config.data.context_length)
         self.start_time = time.perf_counter()
-        self.clock_step = first_step + 1  # compiles; the clock of tokens/s starts after it
+        self.first_step = self.clock_step = first_step + 1  # compiles: the clock starts after it
         self.skipped = self.skipped_in_row = 0
 
     def step(self, step: int, metrics: Metrics) -> None:
@@ -239,15 +262,16 @@ class _Log:
         values: dict[str, Any] = jax.device_get(metrics)
         self.writer.advance()
         self._watch(step, values)
-        if step % run.log_every and step not in (run.steps, self.clock_step):
+        if step % run.log_every and step not in (run.steps, self.first_step):
             return
         elapsed = time.perf_counter() - self.start_time
-        if step == self.clock_step:
+        if step == self.first_step:
             self.writer.write(step, values)
             self.writer.say(f"first step, with compilation: {duration(elapsed)}")
             self.start_time = time.perf_counter()
             return
         speed = (step - self.clock_step) * self.tokens_per_step / elapsed
+        self.start_time, self.clock_step = time.perf_counter(), step  # of the next interval
         utilisation = mfu(speed, self.flops)
         rate = float(self.schedule(step - 1 - self.skipped))
         values |= {"learning_rate": rate, "tokens_per_second": speed, "skipped": self.skipped}
@@ -265,7 +289,7 @@ class _Log:
             parts.append(f"MaxVio {np.mean(values['max_vio']):.2f}")
         if self.skipped:
             parts.append(f"skipped {self.skipped}")
-        left = (run.steps - step) * elapsed / (step - self.clock_step)
+        left = (run.steps - step) * self.tokens_per_step / speed
         self.writer.say("  ".join([*parts, f"ETA {duration(left)}"]))
 
     def evaluation(self, step: int, bits: float, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""The device mesh and the one table from logical axes to mesh axes."""
+"""The device mesh, and which arrays are spread over it."""
 
 import dataclasses
 from typing import Any
@@ -45,7 +45,7 @@ def split_cpu(config: MeshConfig) -> None:
         jax.config.update("jax_num_cpu_devices", config.cpu_devices)
 
 
-def make_mesh(config: MeshConfig, batch_size: int) -> Mesh:
+def make_mesh(config: MeshConfig, batch_size: int, accumulation: int) -> Mesh:
     """The mesh over all devices, every axis AxisType.Auto (make_mesh's own default is Explicit).
 
     Raises:
@@ -60,10 +60,12 @@ def make_mesh(config: MeshConfig, batch_size: int) -> Mesh:
             "try mesh.data=-1"
         )
     sizes = [num_devices // fixed if size == -1 else size for size in sizes]
-    if batch_size % sizes[0]:
+    step = sizes[0] * accumulation
+    if batch_size % step:
+        fits = -(-batch_size // step) * step
         raise ValueError(
-            f"data.batch_size={batch_size} is not divisible by the {sizes[0]} devices of the data "
-            f"axis; try {-(-batch_size // sizes[0]) * sizes[0]}"
+            f"data.batch_size={batch_size} is not divisible by {sizes[0]} devices of the data axis "
+            f"x step.accumulation={accumulation}; try data.batch_size={fits}"
         )
     return jax.make_mesh(tuple(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 

@@ -26,7 +26,7 @@ def duration(seconds: float) -> str:
 def count(number: float) -> str:
     """1234567 as 1.23M."""
     for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if abs(number) >= limit:
+        if abs(number) >= 0.9995 * limit:  # where three digits round up to the next unit
             return f"{number / limit:.3g}{unit}"
     return f"{number:.3g}"
 
