@@ -1,6 +1,5 @@
 """Checkpoints come back bit for bit, or are refused with the leaf that differs."""
 
-import logging
 from typing import Any, NamedTuple
 
 import jax
@@ -145,21 +144,3 @@ def test_other_shapes_are_refused_by_name(checkpoints):
     with pytest.raises(ValueError, match=r"params\.embedding is bfloat16.* and float32"):
         params = {**state.params, "embedding": jnp.zeros((7, 5))}
         checkpoints.restore_latest(state._replace(params=params))
-
-
-def test_orbax_is_quiet_and_others_are_not(checkpoints):
-    """Under absl's app.run its INFO lines would reach the console."""
-    heard = []
-    logger, handler = logging.getLogger("absl"), logging.Handler()
-    handler.emit = heard.append
-    logger.addHandler(handler)
-    level, _ = logger.level, logger.setLevel(logging.INFO)
-    try:
-        checkpoints.save(1, {"x": jnp.float32(1)}, STREAMS, CONFIG)
-        checkpoints.wait()
-        checkpoints.restore_latest({"x": jnp.float32(1)})
-        logger.info("from elsewhere")
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-    assert [record.getMessage() for record in heard] == ["from elsewhere"]
