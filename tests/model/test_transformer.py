@@ -289,7 +289,7 @@ def test_scanned_equals_unrolled(x64, mode, remat):
 
 
 def test_every_parameter_names_its_logical_axes():
-    config = small_config()
+    config = small_config(dtype="float32", param_dtype="float32")
     shapes, axes = param_shapes(config), logical_axes(config)
     for (path, shape), spec in zip(
         jax.tree_util.tree_leaves_with_path(shapes), jax.tree.leaves(axes), strict=True
