@@ -218,9 +218,9 @@ def _check_margins(config: BalanceConfig, shape: tuple[int, int, int]) -> None:
     size = num_layers * num_rows * num_experts
     if size > config.max_margins:
         raise ValueError(
-            f"balance.estimator='quantile' would keep {num_layers} layers x {num_rows} tokens x "
-            f"{num_experts} experts = {size} margins, more than "
-            f"balance.max_margins={config.max_margins}; try balance.estimator='histogram'"
+            f"model.balance.estimator='quantile' would keep {num_layers} layers x {num_rows} "
+            f"tokens x {num_experts} experts = {size} margins, more than model.balance.max_margins="
+            f"{config.max_margins}; try model.balance.estimator='histogram'"
         )
 
 

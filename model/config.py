@@ -22,11 +22,14 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}; try {choices[0]!r}")
 
 
-def check_positive(owner: str, **values: float | None) -> None:
-    """Raises ValueError unless every value is greater than zero, or None."""
-    for name, value in values.items():
-        if value is not None and value <= 0:
-            raise ValueError(f"{owner}.{name}={value} must be positive; try a value above 0")
+def check_positive(owner: str, config: object, *names: str, or_zero: bool = False) -> None:
+    """Raises ValueError unless these fields of a dataclass are above zero (or zero), or None."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name) if field.name in names else None
+        if value is not None and not (value >= 0 if or_zero else value > 0):
+            rule = "not be negative" if or_zero else "be positive"
+            works = 1 if field.default in (None, dataclasses.MISSING) else field.default
+            raise ValueError(f"{owner}.{field.name}={value} must {rule}; try {works}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,25 +49,28 @@ class KDAConfig:
     implementation: str | None = None  # of kernels.kda; None: the best for the platform
 
     def __post_init__(self) -> None:
-        check_choice("kda.gate_kind", self.gate_kind, GATE_KINDS)
-        check_choice("kda.output_gate", self.output_gate, OUTPUT_GATES)
+        check_choice("model.kda.gate_kind", self.gate_kind, GATE_KINDS)
+        check_choice("model.kda.output_gate", self.output_gate, OUTPUT_GATES)
         check_positive(
-            "kda",
-            num_heads=self.num_heads,
-            key_dim=self.key_dim,
-            value_dim=self.value_dim,
-            conv_size=self.conv_size,
-            num_value_heads=self.num_value_heads,
-            gate_rank=self.gate_rank,
+            "model.kda",
+            self,
+            "num_heads",
+            "key_dim",
+            "value_dim",
+            "conv_size",
+            "num_value_heads",
+            "gate_rank",
         )
         if self.chunk_size < 16 or self.chunk_size % 16:
-            raise ValueError(f"kda.chunk_size={self.chunk_size} must be a multiple of 16; try 64")
-        if self.lower_bound >= 0:
-            raise ValueError(f"kda.lower_bound={self.lower_bound} must be negative; try -5.0")
+            raise ValueError(
+                f"model.kda.chunk_size={self.chunk_size} must be a multiple of 16; try 64"
+            )
+        if not self.lower_bound < 0:
+            raise ValueError(f"model.kda.lower_bound={self.lower_bound} must be negative; try -5.0")
         if self.value_heads % self.num_heads:
             raise ValueError(
-                f"kda.num_value_heads={self.value_heads} is not a multiple of "
-                f"kda.num_heads={self.num_heads}; try {2 * self.num_heads}"
+                f"model.kda.num_value_heads={self.value_heads} is not a multiple of "
+                f"model.kda.num_heads={self.num_heads}; try {2 * self.num_heads}"
             )
 
     @property
@@ -92,15 +98,16 @@ class MLAConfig:
 
     def __post_init__(self) -> None:
         check_positive(
-            "mla",
-            num_heads=self.num_heads,
-            kv_lora_rank=self.kv_lora_rank,
-            nope_dim=self.nope_dim,
-            value_dim=self.value_dim,
-            q_lora_rank=self.q_lora_rank,
+            "model.mla",
+            self,
+            "num_heads",
+            "kv_lora_rank",
+            "nope_dim",
+            "value_dim",
+            "q_lora_rank",
+            "norm_eps",
         )
-        if self.rope_dim < 0:
-            raise ValueError(f"mla.rope_dim={self.rope_dim} must not be negative; try 64")
+        check_positive("model.mla", self, "rope_dim", or_zero=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,26 +127,26 @@ class MoEConfig:
     implementation: str | None = None  # of kernels.grouped_matmul
 
     def __post_init__(self) -> None:
-        check_choice("moe.router", self.router, ROUTERS)
-        check_choice("moe.combine_scores", self.combine_scores, COMBINE_SCORES)
+        check_choice("model.moe.router", self.router, ROUTERS)
+        check_choice("model.moe.combine_scores", self.combine_scores, COMBINE_SCORES)
         check_positive(
-            "moe",
-            num_experts=self.num_experts,
-            top_k=self.top_k,
-            expert_hidden=self.expert_hidden,
-            row_block=self.row_block,
-            latent_dim=self.latent_dim,
+            "model.moe",
+            self,
+            "num_experts",
+            "top_k",
+            "expert_hidden",
+            "row_block",
+            "latent_dim",
+            "routed_scaling_factor",
         )
-        if self.num_shared_experts < 0:
-            raise ValueError(
-                f"moe.num_shared_experts={self.num_shared_experts} must not be negative; try 1"
-            )
+        check_positive("model.moe", self, "num_shared_experts", or_zero=True)
         if self.num_experts < 2:
-            raise ValueError(f"moe.num_experts={self.num_experts} must be at least 2; try 16")
+            raise ValueError(f"model.moe.num_experts={self.num_experts} must be at least 2; try 16")
         if self.top_k >= self.num_experts:
             raise ValueError(
-                f"moe.top_k={self.top_k} must be below moe.num_experts={self.num_experts}: routing "
-                f"takes one score more than it uses; try {max(1, self.num_experts // 4)}"
+                f"model.moe.top_k={self.top_k} must be below model.moe.num_experts="
+                f"{self.num_experts}: routing takes one score more than it uses; "
+                f"try {max(1, self.num_experts // 4)}"
             )
 
 
@@ -155,15 +162,11 @@ class BalanceConfig:
     max_margins: int = 2**26  # "quantile": refuse steps that would keep more margins
 
     def __post_init__(self) -> None:
-        check_choice("balance.estimator", self.estimator, ESTIMATORS)
-        check_positive(
-            "balance",
-            num_bins=self.num_bins,
-            max_margins=self.max_margins,
-            sign_step=self.sign_step,
-        )
+        check_choice("model.balance.estimator", self.estimator, ESTIMATORS)
+        check_positive("model.balance", self, "num_bins", "max_margins", "sign_step")
+        check_positive("model.balance", self, "aux_loss_weight", or_zero=True)
         if not 0 <= self.ema < 1:
-            raise ValueError(f"balance.ema={self.ema} must lie in [0, 1); try 0.9")
+            raise ValueError(f"model.balance.ema={self.ema} must lie in [0, 1); try 0.9")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,8 +177,8 @@ class ResidualConfig:
     block_size: int = 12  # decoder layers per block, as in K3's config
 
     def __post_init__(self) -> None:
-        check_choice("residual.mode", self.mode, RESIDUAL_MODES)
-        check_positive("residual", block_size=self.block_size)
+        check_choice("model.residual.mode", self.mode, RESIDUAL_MODES)
+        check_positive("model.residual", self, "block_size")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,13 +214,15 @@ class ModelConfig:
         check_choice("model.remat", self.remat, REMAT_POLICIES)
         check_positive(
             "model",
-            vocab_size=self.vocab_size,
-            dim=self.dim,
-            dense_hidden=self.dense_hidden,
-            situ_beta=self.situ_beta,
-            situ_linear_beta=self.situ_linear_beta,
-            norm_eps=self.norm_eps,
+            self,
+            "vocab_size",
+            "dim",
+            "dense_hidden",
+            "situ_beta",
+            "situ_linear_beta",
+            "norm_eps",
         )
+        check_positive("model", self, "init_std", "embedding_std", "head_std", or_zero=True)
         if not self.layers or set(self.layers) - {"K", "M"}:
             raise ValueError(
                 f"model.layers={self.layers!r} must be letters K (KDA) and M (MLA); try 'KKKM'"

@@ -30,10 +30,10 @@ class DataConfig:
                 f"data.source='folder' needs data.path and data.pattern, got {self.path!r} and "
                 f"{self.pattern!r}; for example data.path=~/texts and data.pattern='*.txt'"
             )
-        if self.source == "stdlib" and self.path:
+        if self.source == "stdlib" and (self.path or self.pattern != DataConfig.pattern):
             raise ValueError(
-                f"data.path={self.path!r} is not read by data.source='stdlib'; "
-                "set data.source='folder' as well, or leave data.path empty"
+                f"data.path={self.path!r} and data.pattern={self.pattern!r} are not read by "
+                "data.source='stdlib'; set data.source='folder' as well, or leave both out"
             )
         if self.context_length < 2:
             raise ValueError(

@@ -42,6 +42,7 @@ class TrainBatches(Iterator[Batch]):
                 f"streams={self._streams} must be some of the {config.streams} streams that the "
                 f"config has, for example range({config.streams})"
             )
+        self._source = source
         # What fixes the rows of a stream. A state means nothing under another recipe.
         self._recipe = {
             "corpus": source.fingerprint,
@@ -97,16 +98,26 @@ class TrainBatches(Iterator[Batch]):
         for state in states:
             for name, value in self._recipe.items():
                 if state[name] != value:
-                    raise ValueError(
-                        f"the checkpoint's data has {name}={state[name]!r}, this run {value!r}; "
-                        "resume with the same data settings and files, or use a new workdir"
-                    )
+                    raise ValueError(self._changed(name, state[name]))
         if missing := set(self._streams) - set(by_stream):
             raise ValueError(
                 f"no data state for streams {sorted(missing)}; the checkpoint holds "
                 f"{sorted(by_stream)}, and a process may only run streams that it holds"
             )
         self._iterator.set_state({"parents": [by_stream[s]["position"] for s in self._streams]})
+
+    def _changed(self, name: str, saved: Any) -> str:
+        if name == "corpus":
+            return (
+                "the files of the corpus have changed since the checkpoint, for example because "
+                f"another Python has another standard library (now {len(self._source)} training "
+                f"files below {self._source.root}); bring the files back, or use a new workdir"
+            )
+        field = {"num_streams": "batch_size (or num_streams)"}.get(name, name)
+        return (
+            f"the checkpoint was made with data.{field} = {saved}, this run has "
+            f"{self._recipe[name]}; set it back, or use a new workdir"
+        )
 
     def close(self) -> None:
         """Stop the background thread; the iterator is of no use afterwards."""

@@ -107,9 +107,10 @@ def _walk(root: Path, pattern: str, skipped: frozenset[str] = frozenset()) -> di
 
 def _no_match(root: Path, pattern: str) -> str:
     endings = Counter(Path(name).suffix for name in _walk(root, "*")).most_common(3)
-    found = ", ".join(f"{count} x *{suffix}" for suffix, count in endings) or "no file with text"
-    best = endings[0][0] if endings else ".txt"
+    if not endings:
+        return f"no file below {root} has text in it; give another folder as data.path"
+    found = ", ".join(f"{count} x *{suffix}" for suffix, count in endings)
     return (
         f"data.pattern={pattern!r} matches no file with text below {root}, which holds {found}; "
-        f"try data.pattern='*{best}'"
+        f"try data.pattern='*{endings[0][0]}'"
     )

@@ -19,10 +19,12 @@ class LossConfig:
     chunk_tokens: int = 8192  # logits exist for at most about this many tokens at a time
 
     def __post_init__(self) -> None:
-        if self.z_loss < 0:
-            raise ValueError(f"loss.z_loss={self.z_loss} must not be negative; try 0 or 1e-4")
+        if not self.z_loss >= 0:
+            raise ValueError(f"step.loss.z_loss={self.z_loss} must not be negative; try 0 or 1e-4")
         if self.chunk_tokens < 1:
-            raise ValueError(f"loss.chunk_tokens={self.chunk_tokens} must be positive; try 8192")
+            raise ValueError(
+                f"step.loss.chunk_tokens={self.chunk_tokens} must be positive; try 8192"
+            )
 
 
 class LossSums(NamedTuple):

@@ -5,6 +5,7 @@ dims that a scan over layers adds are batch dims everywhere, hence the negative 
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -60,13 +61,13 @@ class OptimizerConfig(ScheduleConfig):
             value = getattr(self, name)
             if not 0 <= value < 1:
                 raise ValueError(f"optimizer.{name}={value} must lie in [0, 1); try {default}")
-        if self.weight_decay < 0:
+        if not 0 <= self.weight_decay < math.inf:
             raise ValueError(
                 f"optimizer.weight_decay={self.weight_decay} must not be negative; try 0.1"
             )
         for name, default in (("eps", 1e-8), ("consistent_rms", 0.2), ("clip_norm", 1.0)):
             value = getattr(self, name)
-            if value is not None and value <= 0:
+            if value is not None and not value > 0:
                 raise ValueError(f"optimizer.{name}={value} must be positive; try {default}")
         if self.mu_dtype not in (None, "bfloat16", "float32", "float64"):
             raise ValueError(
@@ -104,6 +105,11 @@ def make_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTra
         optax.add_decayed_weights(config.weight_decay, mask=decays),
         optax.scale_by_learning_rate(make_schedule(config, num_steps)),
     )
+
+
+def num_updates(opt_state: optax.OptState) -> jax.Array:
+    """Updates made so far; skipped steps make none."""
+    return opt_state[-1].count  # of the learning rate, the last link of the chain
 
 
 def muon_dimension_numbers(params: Params) -> Params:
