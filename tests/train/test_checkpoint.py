@@ -1,5 +1,6 @@
 """Checkpoints come back bit for bit, or are refused with the leaf that differs."""
 
+import shutil
 from typing import Any, NamedTuple
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from train.run.checkpoint import Checkpoints
+from train.run.checkpoint import Checkpoints, newest_step
 
 STREAMS = [{"stream": s, "position": {"parent": {"next_index": 7 + s}}} for s in range(3)]
 CONFIG = {"optimizer": {"learning_rate": 1e-3}, "name": "tiny"}
@@ -52,14 +53,14 @@ def checkpoints(tmp_path, monkeypatch):
 
 
 def test_nothing_to_restore(checkpoints):
-    assert checkpoints.restore_latest(make_state()) is None
+    assert checkpoints.restore_latest(make_state(), CONFIG) is None
 
 
 def test_round_trip(checkpoints, tmp_path):
     state = make_state()
     checkpoints.save(20, state, STREAMS, CONFIG)
     checkpoints.wait()
-    with_arrays = checkpoints.restore_latest(make_state(seed=1))
+    with_arrays = checkpoints.restore_latest(make_state(seed=1), CONFIG)
     assert_identical(with_arrays.state, state)
     assert (with_arrays.step, with_arrays.data_states, with_arrays.config) == (20, STREAMS, CONFIG)
 
@@ -67,7 +68,7 @@ def test_round_trip(checkpoints, tmp_path):
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
     )
-    assert_identical(other_process.restore_latest(abstract).state, state)
+    assert_identical(other_process.restore_latest(abstract, CONFIG).state, state)
     other_process.close()
 
 
@@ -76,7 +77,7 @@ def test_float64_round_trip(checkpoints, x64):
     assert state.params["layer"]["w"].dtype == jnp.float64
     checkpoints.save(1, state, STREAMS, CONFIG)
     checkpoints.wait()
-    assert_identical(checkpoints.restore_latest(state).state, state)
+    assert_identical(checkpoints.restore_latest(state, CONFIG).state, state)
 
 
 def test_shardings_are_those_asked_for(checkpoints):
@@ -88,7 +89,7 @@ def test_shardings_are_those_asked_for(checkpoints):
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state
     )
-    restored = checkpoints.restore_latest(abstract).state
+    restored = checkpoints.restore_latest(abstract, CONFIG).state
     assert all(leaf.sharding == sharding for leaf in jax.tree.leaves(restored))
 
 
@@ -101,7 +102,7 @@ def test_saved_before_the_next_step_overwrites(checkpoints):
         for _ in range(3):
             x = step(x)
         checkpoints.wait()
-        saved = checkpoints.restore_latest({"x": x}).state["x"]
+        saved = checkpoints.restore_latest({"x": x}, CONFIG).state["x"]
         assert float(saved.min()) == float(saved.max()) == 3.0 * (i - 1)
 
 
@@ -111,7 +112,7 @@ def test_the_last_are_kept(checkpoints, tmp_path):
     checkpoints.save(3, {"x": jnp.float32(-1)}, STREAMS, CONFIG)  # already there: left alone
     checkpoints.wait()
     assert sorted(p.name for p in (tmp_path / "runs/checkpoints").iterdir()) == ["2", "3"]
-    restored = checkpoints.restore_latest({"x": jnp.float32(0)})
+    restored = checkpoints.restore_latest({"x": jnp.float32(0)}, CONFIG)
     assert (restored.step, float(restored.state["x"])) == (3, 3.0)
     with pytest.raises(ValueError, match="keep=0"):
         Checkpoints(tmp_path, keep=0)
@@ -122,7 +123,7 @@ def test_a_half_written_checkpoint_is_not_seen(checkpoints, tmp_path):
     checkpoints.wait()
     (tmp_path / "runs/checkpoints/2.orbax-checkpoint-tmp/state").mkdir(parents=True)
     again = Checkpoints(tmp_path / "runs/checkpoints")
-    assert again.restore_latest({"x": jnp.float32(0)}).step == 1
+    assert again.restore_latest({"x": jnp.float32(0)}, CONFIG).step == 1
     again.close()
 
 
@@ -135,12 +136,34 @@ def test_other_shapes_are_refused_by_name(checkpoints):
         ValueError,
         match=r"params\.layer\.w is float32\[3, 4, 5\] there and float32\[3, 4, 6\] here",
     ):
-        checkpoints.restore_latest(state._replace(params=wider))
+        checkpoints.restore_latest(state._replace(params=wider), CONFIG)
     with pytest.raises(ValueError, match=r"balance\.ema is absent there and float32\[2\] here"):
         balance = {**state.balance, "ema": jnp.zeros(2)}
-        checkpoints.restore_latest(state._replace(balance=balance))
+        checkpoints.restore_latest(state._replace(balance=balance), CONFIG)
     with pytest.raises(ValueError, match=r"opt_state\.1\.inner_state\.0\.count .* absent here"):
-        checkpoints.restore_latest(state._replace(opt_state=()))
+        checkpoints.restore_latest(state._replace(opt_state=()), CONFIG)
     with pytest.raises(ValueError, match=r"params\.embedding is bfloat16.* and float32"):
         params = {**state.params, "embedding": jnp.zeros((7, 5))}
-        checkpoints.restore_latest(state._replace(params=params))
+        checkpoints.restore_latest(state._replace(params=params), CONFIG)
+
+
+def test_config_fields_that_explain_other_arrays_are_named(checkpoints):
+    saved = {"model": {"dim": 128, "layers": "KM"}, "run": {"steps": 3}}
+    checkpoints.save(1, {"x": jnp.zeros(3)}, STREAMS, saved)
+    checkpoints.wait()
+    here = {"model": {"dim": 64, "layers": "KM"}, "run": {"steps": 4}}
+    with pytest.raises(ValueError, match=r"Resume with --config\.model\.dim=128, or use a new"):
+        checkpoints.restore_latest({"x": jnp.zeros(4)}, here)
+
+
+@pytest.mark.parametrize("item", ["data", "config", "state"])
+def test_a_damaged_checkpoint_is_named(checkpoints, tmp_path, item):
+    checkpoints.save(7, {"x": jnp.zeros(3)}, STREAMS, CONFIG)
+    checkpoints.wait()
+    shutil.rmtree(tmp_path / "runs/checkpoints/7" / item)
+    again = Checkpoints(tmp_path / "runs/checkpoints")
+    with pytest.raises(ValueError, match=r"checkpoints/7 cannot be read .*move that folder away"):
+        again.restore_latest({"x": jnp.zeros(3)}, CONFIG)
+    again.close()
+    assert newest_step(tmp_path / "runs/checkpoints") == 7
+    assert newest_step(tmp_path / "nowhere") is None

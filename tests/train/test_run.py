@@ -3,14 +3,16 @@
 import dataclasses
 import json
 import shutil
+import signal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from configs import tiny
 from train.config import TrainConfig, build
-from train.run.checkpoint import Checkpoints
+from train.run.checkpoint import Checkpoints, newest_step
 from train.run.loop import Run
 
 
@@ -96,8 +98,58 @@ def test_refusals_say_what_would_work(tmp_path):
     resumed = Run(small_run(**{"optimizer.learning_rate": 0.5}), tmp_path)
     assert "config.optimizer.learning_rate" in " ".join(resumed.changed)
     resumed.close()
-    with pytest.raises(ValueError, match="use a new workdir"):
+    with pytest.raises(ValueError, match=r"Resume with --config\.model\.dim=32, or use"):
         Run(small_run(**{"model.dim": 48}), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes,message",
+    [
+        ({"model.kda.implementation": "magic"}, "'magic'"),
+        ({"model.mla.implementation": "magic"}, "'magic'"),
+        ({"model.moe.implementation": "magic"}, "'magic'"),
+        ({"model.balance.estimator": "quantile", "model.balance.max_margins": 9}, "'histogram'"),
+    ],
+)
+def test_a_refused_run_leaves_nothing_behind(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        Run(small_run(**changes), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_ctrl_c_saves_the_step_under_way(tmp_path):
+    config = small_run()
+    run = Run(config, tmp_path)
+    step_fn = run.step_fn
+
+    def interrupted(state, batch):
+        if int(state.step) == 6:
+            signal.raise_signal(signal.SIGINT)
+        return step_fn(state, batch)
+
+    run.step_fn = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    assert newest_step(tmp_path / "checkpoints") == 7
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert restored(config, tmp_path)[0] == 7
+
+
+def test_skipped_steps_are_counted_across_a_resume(tmp_path, capsys):
+    """Learning rate and count go on; a line that a killed run cut off stays alone."""
+    config = small_run(**{"run.log_every": 1, "run.steps": 4})
+    run = Run(config, tmp_path)
+    run.state = run.state._replace(step=jnp.int32(2))  # two steps without an update
+    run.checkpoints.save(2, run.state, run.batches.get_state(), dataclasses.asdict(config))
+    run.close()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 2, "lo')
+    Run(config, tmp_path).train()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert lines[0] == '{"step": 2, "lo'
+    last = next(x for x in map(json.loads, lines[1:]) if "learning_rate" in x)
+    assert last["skipped"] == 2
+    assert last["learning_rate"] == float(run.schedule(last["step"] - 1 - 2))
+    capsys.readouterr()
 
 
 def test_too_many_skipped_steps_stop_the_run(tmp_path):

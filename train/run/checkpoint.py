@@ -1,8 +1,10 @@
 """Checkpoints: the only file that knows orbax."""
 
+import contextlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +13,8 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 PyTree = Any
-MAX_DIFFERENCES_SHOWN = 5
+MAX_DIFFERENCES_SHOWN = 3
+SHAPING = ("config.model.", "config.optimizer.")  # the groups on which the arrays depend
 
 
 class Restored(NamedTuple):
@@ -21,6 +24,23 @@ class Restored(NamedTuple):
     data_states: list[dict[str, Any]]  # of all streams, whatever process saved them
     config: dict[str, Any]
     step: int
+
+
+def newest_step(directory: str | os.PathLike[str]) -> int | None:
+    """Step of the newest complete checkpoint below a directory, or None."""
+    folders = Path(directory).expanduser().glob("*")
+    return max((int(path.name) for path in folders if path.name.isdigit()), default=None)
+
+
+def differences(old: Any, new: Any, path: str = "config") -> list[tuple[str, Any, Any]]:
+    """Leaves in which two nested dicts differ: path, old and new value."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        return [
+            found
+            for key in sorted(old.keys() | new.keys())
+            for found in differences(old.get(key), new.get(key), f"{path}.{key}")
+        ]
+    return [] if old == new else [(path, old, new)]
 
 
 class Checkpoints:
@@ -78,15 +98,17 @@ class Checkpoints:
             ),
         )
 
-    def restore_latest(self, abstract_state: PyTree) -> Restored | None:
+    def restore_latest(self, abstract_state: PyTree, config: dict[str, Any]) -> Restored | None:
         """The newest checkpoint, or None when there is none.
 
         Args:
           abstract_state: pytree of arrays or jax.ShapeDtypeStruct with shardings. The result has
             its structure and its shardings, which need not be those of the run that saved.
+          config: this run's, as in `save`.
 
         Raises:
-          ValueError: the checkpoint holds other arrays; names them.
+          ValueError: the checkpoint holds other arrays, and fields of the config that explain it;
+            or it cannot be read.
         """
         step = self._manager.latest_step()
         if step is None:
@@ -95,18 +117,15 @@ class Checkpoints:
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
             _by_name(abstract_state),
         )
-        self._refuse_other_arrays(step, abstract)
-        items = self._manager.restore(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardRestore(abstract),
-                data=ocp.args.JsonRestore(),
-                config=ocp.args.JsonRestore(),
-            ),
-        )
+        with self._readable(step):
+            saved = dict(self._manager.item_metadata(step)["state"])
+            plain = self._restore(step, data=ocp.args.JsonRestore(), config=ocp.args.JsonRestore())
+        self._refuse_other_arrays(step, saved, abstract, differences(plain.config, config))
+        with self._readable(step):
+            items = self._restore(step, state=ocp.args.StandardRestore(abstract))
         leaves = [items.state[name] for name in _by_name(abstract_state)]
         state = jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
-        return Restored(state, items.data, items.config, step)
+        return Restored(state, plain.data, plain.config, step)
 
     def wait(self) -> None:
         """Return when every save is complete on disk; raises the error of one that failed."""
@@ -116,27 +135,46 @@ class Checkpoints:
         """Wait, then free the background threads."""
         self._manager.close()
 
-    def _refuse_other_arrays(self, step: int, abstract: dict[str, jax.ShapeDtypeStruct]) -> None:
+    def _restore(self, step: int, **items: ocp.args.CheckpointArgs) -> Any:
+        return self._manager.restore(step, args=ocp.args.Composite(**items))
+
+    @contextlib.contextmanager
+    def _readable(self, step: int) -> Iterator[None]:
+        """Turns whatever orbax raises for a damaged checkpoint into a line for a person."""
+        try:
+            yield
+        except Exception as error:
+            raise ValueError(
+                f"the checkpoint {self._directory}/{step} cannot be read ({error}); move that "
+                "folder away to resume from the one before it, or use a new workdir"
+            ) from error
+
+    def _refuse_other_arrays(
+        self,
+        step: int,
+        saved: dict[str, Any],
+        abstract: dict[str, jax.ShapeDtypeStruct],
+        changed: list[tuple[str, Any, Any]],
+    ) -> None:
         def describe(arrays: dict[str, Any], name: str) -> str:
             if name not in arrays:
                 return "absent"
             return f"{np.dtype(arrays[name].dtype).name}{list(arrays[name].shape)}"
 
-        saved = dict(self._manager.item_metadata(step)["state"])
-        differences = [
+        lines = [
             f"{name} is {describe(saved, name)} there and {describe(abstract, name)} here"
             for name in sorted(saved.keys() | abstract.keys(), key=_params_first)
             if describe(saved, name) != describe(abstract, name)
         ]
-        if differences:
-            more = len(differences) - MAX_DIFFERENCES_SHOWN
+        if lines:
+            more = len(lines) - MAX_DIFFERENCES_SHOWN
+            flags = [f"--{path}={old}" for path, old, _ in changed if path.startswith(SHAPING)]
             raise ValueError(
                 f"the checkpoint of step {step} in {self._directory} is of another model or "
-                "optimizer: "
-                + "; ".join(differences[:MAX_DIFFERENCES_SHOWN])
+                f"optimizer: {'; '.join(lines[:MAX_DIFFERENCES_SHOWN])}"
                 + (f"; and {more} more" if more > 0 else "")
-                + f". Resume with its config, {self._directory}/{step}/config/metadata, "
-                "or use a new workdir"
+                + (f". Resume with {' '.join(flags)}" if flags else ". The code has changed since")
+                + ", or use a new workdir"
             )
 
 

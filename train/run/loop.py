@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import json
+import signal
+import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -19,12 +21,12 @@ from train.data.evaluation import heldout_batches
 from train.data.pipeline import TrainBatches
 from train.data.sources import TextSource, load_source
 from train.data.tokenizer import ByteTokenizer
-from train.run.checkpoint import Checkpoints
+from train.run.checkpoint import Checkpoints, differences
 from train.run.evaluation import bits_per_byte, sample
 from train.run.flops import count_params, mfu, train_flops_per_token
-from train.run.mesh import batch_sharding, make_mesh, replicated, split_cpu
+from train.run.mesh import batch_sharding, make_mesh, replicated, start_devices
 from train.run.metrics import MetricsWriter, count, duration
-from train.step.optimizer import make_optimizer
+from train.step.optimizer import make_optimizer, num_updates
 from train.step.schedule import make_schedule
 from train.step.state import TrainState, init_state
 from train.step.train_step import Metrics, train_step
@@ -39,7 +41,9 @@ class Run:
     def __init__(self, config: TrainConfig, workdir: str | Path) -> None:
         self.config = config
         self.workdir = Path(workdir).expanduser().absolute()
-        split_cpu(config.mesh)
+        if self.workdir.exists() and not self.workdir.is_dir():
+            raise ValueError(f"--workdir={workdir} is a file; name a folder, or a new one")
+        start_devices(config.mesh)
         dtypes = config.model.dtype, config.model.param_dtype, config.optimizer.mu_dtype
         if "float64" in dtypes and not jax.config.jax_enable_x64:
             raise ValueError("a dtype is float64, which JAX has off; set JAX_ENABLE_X64=1")
@@ -51,34 +55,58 @@ class Run:
             )
         self.train_source, self.heldout_source = load_source(config.data)
         self.mesh = make_mesh(config.mesh, config.data.batch_size, config.step.accumulation)
-        self.batches = TrainBatches(config.data, self.train_source, self.tokenizer)
         self.schedule = make_schedule(config.optimizer, config.run.steps)
+        self.optimizer = make_optimizer(config.optimizer, config.run.steps)
+        self.step_fn = jax.jit(
+            functools.partial(
+                train_step, model=config.model, config=config.step, optimizer=self.optimizer
+            ),
+            donate_argnums=0,
+        )
+        self.init_fn = functools.partial(init_state, config.model, self.optimizer)
+        abstract_state = self._trace()
+        self.batches = TrainBatches(config.data, self.train_source, self.tokenizer)
         self.checkpoints = Checkpoints(
             self.workdir / "checkpoints", keep=config.run.keep_checkpoints
         )
-        self.optimizer = make_optimizer(config.optimizer, config.run.steps)
         self.changed: list[str] = []  # fields that differ from the resumed checkpoint's
-        self.state, self.resumed_from = self._first_state()
+        self.state, self.resumed_from = self._first_state(abstract_state)
+        self.interrupted = False
 
-    def _first_state(self) -> tuple[TrainState, int | None]:
-        """The newest checkpoint's state (and data position), or a fresh one."""
-        make = functools.partial(init_state, self.config.model, self.optimizer)
-        key = jax.random.key(self.config.run.seed)
-        shapes = jax.eval_shape(make, key)
-        shardings = replicated(self.mesh, shapes)
-        abstract = jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+    def _trace(self) -> TrainState:
+        """The state's shapes and shardings. Traces the step too: a model that cannot run is refused
+        before anything is on disk, and the first step finds the trace."""
+        shapes = jax.eval_shape(self.init_fn, jax.random.key(self.config.run.seed))
+        state = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            shapes,
+            replicated(self.mesh, shapes),
         )
-        restored = self.checkpoints.restore_latest(abstract)
+        size = self.config.data.batch_size, self.config.data.context_length
+        dtypes = (*(np.int32,) * 4, np.bool_)
+        sharding = batch_sharding(self.mesh)
+        batch = Batch(*(jax.ShapeDtypeStruct(size, d, sharding=sharding) for d in dtypes))
+        with jax.set_mesh(self.mesh):
+            self.step_fn.eval_shape(state, batch)
+        return state
+
+    def _first_state(self, abstract_state: TrainState) -> tuple[TrainState, int | None]:
+        """The newest checkpoint's state (and data position), or a fresh one."""
+        config = dataclasses.asdict(self.config)
+        restored = self.checkpoints.restore_latest(abstract_state, config)
         if restored is None:
+            shardings = replicated(self.mesh, abstract_state)
             with jax.set_mesh(self.mesh):
-                return jax.jit(make, out_shardings=shardings)(key), None
+                init = jax.jit(self.init_fn, out_shardings=shardings)
+                return init(jax.random.key(self.config.run.seed)), None
         if restored.step > self.config.run.steps:
             raise ValueError(
                 f"{self.workdir} holds step {restored.step}, beyond run.steps="
                 f"{self.config.run.steps}; try run.steps={restored.step}, or a new workdir"
             )
-        self.changed = _differences(restored.config, dataclasses.asdict(self.config))
+        self.changed = [
+            f"{path}: {old} -> {new}" for path, old, new in differences(restored.config, config)
+        ]
         self.batches.set_state(restored.data_states)
         return restored.state, restored.step
 
@@ -93,7 +121,11 @@ class Run:
                 MetricsWriter(self.workdir, first_step, self.config.run.steps) as writer,
             ):
                 self._banner(writer)
-                self._steps(first_step, writer)
+                handler = signal.signal(signal.SIGINT, self._interrupt)
+                try:
+                    self._steps(first_step, writer)
+                finally:
+                    signal.signal(signal.SIGINT, handler)
                 self._finish(writer)
         finally:
             self.close()
@@ -107,23 +139,18 @@ class Run:
         """The hot loop. Step k's metrics are fetched once step k + 1 is under way, so the devices
         never wait for the host."""
         config, run = self.config, self.config.run
-        step_fn = jax.jit(
-            functools.partial(
-                train_step, model=config.model, config=config.step, optimizer=self.optimizer
-            ),
-            donate_argnums=0,
-        )
-        log = _Log(config, writer, self.schedule, first_step)
+        log = _Log(config, writer, self.schedule, self.state)
         pending: tuple[int, Metrics] | None = None
         for step in range(first_step + 1, run.steps + 1):
             batch = self._to_devices(next(self.batches))
-            self.state, metrics = step_fn(self.state, batch)
+            self.state, metrics = self.step_fn(self.state, batch)
             if pending is not None:
                 log.step(*pending)
             pending = step, metrics
             last = step == run.steps
             evaluate = run.eval_every and step % run.eval_every == 0 and not last
-            save = last or (run.checkpoint_every and step % run.checkpoint_every == 0)
+            due = run.checkpoint_every and step % run.checkpoint_every == 0
+            save = last or due or self.interrupted
             if evaluate or save:
                 log.step(*pending)
                 pending = None
@@ -134,6 +161,14 @@ class Run:
             if save:
                 states = self.batches.get_state()
                 self.checkpoints.save(step, self.state, states, dataclasses.asdict(config))
+            if self.interrupted:
+                raise KeyboardInterrupt
+
+    def _interrupt(self, *_: Any) -> None:
+        """Ctrl-C: the step under way ends and is saved; a second Ctrl-C ends the run at once."""
+        print("stopping after this step; Ctrl-C again stops without saving", file=sys.stderr)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        self.interrupted = True
 
     def _to_devices(self, batch: Batch) -> Batch:
         return jax.device_put(batch, batch_sharding(self.mesh))
@@ -225,17 +260,6 @@ class Run:
             writer.say(f"{name:<16} {value}")
 
 
-def _differences(old: Any, new: Any, path: str = "config") -> list[str]:
-    """Leaves in which two nested dicts differ, one line each."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        return [
-            line
-            for key in sorted(old.keys() | new.keys())
-            for line in _differences(old.get(key), new.get(key), f"{path}.{key}")
-        ]
-    return [] if old == new else [f"{path}: {old} -> {new}"]
-
-
 def _corpus(train: TextSource, heldout: TextSource) -> str:
     return (
         f"{len(train)} files, {count(sum(train.num_bytes))}B to train on; "
@@ -247,14 +271,20 @@ class _Log:
     """Console and file lines of the steps, and the watch over steps that were skipped."""
 
     def __init__(
-        self, config: TrainConfig, writer: MetricsWriter, schedule: optax.Schedule, first_step: int
+        self,
+        config: TrainConfig,
+        writer: MetricsWriter,
+        schedule: optax.Schedule,
+        state: TrainState,
     ) -> None:
         self.config, self.writer, self.schedule = config, writer, schedule
         self.tokens_per_step = config.data.batch_size * config.data.context_length
         self.flops = train_flops_per_token(config.model, config.data.context_length)
         self.start_time = time.perf_counter()
-        self.first_step = self.clock_step = first_step + 1  # compiles: the clock starts after it
-        self.skipped = self.skipped_in_row = 0
+        # The first step compiles: the clock starts after it.
+        self.first_step = self.clock_step = int(state.step) + 1
+        self.skipped = int(state.step - num_updates(state.opt_state))
+        self.skipped_in_row = 0
 
     def step(self, step: int, metrics: Metrics) -> None:
         """Takes in a step's metrics, which are fetched here; writes a line when one is due."""

@@ -39,10 +39,21 @@ class MeshConfig:
             )
 
 
-def split_cpu(config: MeshConfig) -> None:
-    """Makes several devices of the CPU; before JAX is first used. Accelerators are unaffected."""
+def start_devices(config: MeshConfig) -> None:
+    """Starts JAX, with several devices made of the CPU if asked; accelerators are unaffected.
+
+    Raises:
+      ValueError: JAX has no device of the kinds in JAX_PLATFORMS.
+    """
     if config.cpu_devices > 1:
         jax.config.update("jax_num_cpu_devices", config.cpu_devices)
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # a bare assertion for JAX_PLATFORMS=cuda
+        raise ValueError(
+            f"JAX finds no device for JAX_PLATFORMS={jax.config.jax_platforms!r}; unset it, or "
+            "set JAX_PLATFORMS=cpu"
+        ) from error
 
 
 def make_mesh(config: MeshConfig, batch_size: int, accumulation: int) -> Mesh:

@@ -41,7 +41,10 @@ class MetricsWriter:
 
     def __init__(self, workdir: Path, first_step: int, num_steps: int) -> None:
         workdir.mkdir(parents=True, exist_ok=True)
-        self._jsonl = open(workdir / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115
+        path = workdir / "metrics.jsonl"
+        cut_off = path.is_file() and path.read_bytes()[-1:] not in (b"", b"\n")  # a killed run
+        self._jsonl = open(path, "a", encoding="utf-8")  # noqa: SIM115
+        self._jsonl.write("\n" if cut_off else "")
         self._tensorboard = SummaryWriter(str(workdir / "tensorboard"))
         self._bar = None
         if sys.stderr.isatty():
