@@ -15,6 +15,8 @@ _METRIC = flags.DEFINE_string("metric", "max_vio", "A name in metrics.jsonl.")
 _OUT = flags.DEFINE_string("out", "metrics.png", "The picture to write.")
 _TITLE = flags.DEFINE_string("title", "", "A line above the picture.")
 
+LAST = 20  # values whose mean is printed
+
 
 def read_metric(workdir: Path, metric: str) -> tuple[np.ndarray, np.ndarray]:
     """(steps, values) of a run; per-layer metrics become their mean over layers, and of steps that
@@ -37,7 +39,7 @@ def read_metric(workdir: Path, metric: str) -> tuple[np.ndarray, np.ndarray]:
     }
     if not values:
         names = sorted({name for record in records for name in record} - {"step"})
-        raise ValueError(f"{path} has no metric {metric!r}; it has {', '.join(names)}")
+        raise ValueError(f"{path} has no metric {metric!r}; it has {', '.join(names) or 'none'}")
     steps = sorted(values)
     return np.array(steps), np.array([values[step] for step in steps])
 
@@ -55,6 +57,8 @@ def main(arguments: list[str]) -> None:
             name, _, folder = argument.rpartition("=")
             steps, values = read_metric(Path(folder), _METRIC.value)
             axes.plot(steps, values, label=name or folder)
+            last = values[-LAST:]
+            print(f"{name or folder}: mean of the last {len(last)} values {np.mean(last):.3g}")
         axes.set(xlabel="step", ylabel=_METRIC.value, title=_TITLE.value)
         axes.grid(alpha=0.3)
         axes.legend()
