@@ -1,12 +1,10 @@
 """Every field of an experiment, with the values most experiments share.
 
-Not an experiment itself: tiny.py, small.py, kimi_linear_48b.py and k3_2p8t.py start from it. A
-field that may be None is a typed placeholder: the command line can give it a value, and only a
-config file can set it to None.
+Not an experiment itself: tiny.py, small.py, kimi_linear_48b.py and k3_2p8t.py start from it.
+train/config.py knows the types of the fields, also of those that may be None.
 """
 
 from ml_collections import ConfigDict
-from ml_collections.config_dict import placeholder
 
 
 def get_config() -> ConfigDict:
@@ -31,14 +29,13 @@ def get_config() -> ConfigDict:
     optimizer.warmup_fraction = 0.01  # of the steps, linear
     optimizer.final_lr_fraction = 0.1  # of the peak, at the last step
     optimizer.weight_decay = 0.1  # on Muon matrices, embedding and head
-    optimizer.clip_norm = placeholder(float)  # global norm of the gradient; None: no clipping
-    optimizer.clip_norm = 1.0
+    optimizer.clip_norm = 1.0  # global norm of the gradient; None: no clipping
     optimizer.b1 = 0.9  # AdamW
     optimizer.b2 = 0.95
     optimizer.eps = 1e-8
     optimizer.muon_momentum = 0.95
     optimizer.consistent_rms = 0.2  # root mean square of a Muon update, in learning rates
-    optimizer.mu_dtype = placeholder(str)  # of first moments; None: the parameters'
+    optimizer.mu_dtype = None  # of first moments; None: the parameters'
 
     config.step = step = ConfigDict()
     step.loss = ConfigDict()
@@ -59,7 +56,7 @@ def get_config() -> ConfigDict:
     run.eval_every = 0  # steps between held-out evaluations; 0: only at the end
     run.eval_context = 0  # tokens of a held-out row; 0: as in training
     run.eval_rows = 256  # held-out rows scored at the end; 0: all
-    run.eval_rows_during = 32  # held-out rows scored during training
+    run.eval_rows_during = 32  # held-out rows scored during training; 0: all
     run.checkpoint_every = 0  # steps between checkpoints; 0: only at the end
     run.keep_checkpoints = 2  # the newest so many stay
     run.max_skipped = 10  # consecutive non-finite steps that stop the run
@@ -77,8 +74,7 @@ def get_model() -> ConfigDict:
     model.dense_hidden = 512  # F of the dense FFN
     model.activation = "situ"  # SiTU-GLU of K3, or "swiglu"
     model.situ_beta = 4.0  # limit of the gate branch
-    model.situ_linear_beta = placeholder(float)  # limit of the linear branch; None: no limit
-    model.situ_linear_beta = 25.0
+    model.situ_linear_beta = 25.0  # limit of the linear branch; None: no limit
     model.norm_eps = 1e-5  # of all RMSNorms but MLA's inner ones
     model.init_std = 0.02  # of matrices
     model.embedding_std = 0.02
@@ -90,40 +86,40 @@ def get_model() -> ConfigDict:
 
     model.kda = kda = ConfigDict()
     kda.num_heads = 4  # H
-    kda.num_value_heads = placeholder(int)  # HV; None: H
+    kda.num_value_heads = None  # HV; None: H
     kda.key_dim = 32  # K
     kda.value_dim = 32  # V
     kda.conv_size = 4  # taps of the short convolutions
     kda.gate_kind = "bounded"  # K3's gate, or Kimi Linear's "softplus"
     kda.lower_bound = -5.0  # smallest log-decay of the bounded gate
-    kda.gate_rank = placeholder(int)  # rank of the decay gate; None: K
+    kda.gate_rank = None  # rank of the decay gate; None: K
     kda.output_gate = "full"  # K3's full-rank output gate, or "low_rank"
     kda.chunk_size = 64  # rows of a chunk
-    kda.implementation = placeholder(str)  # None: the best for the platform
+    kda.implementation = None  # None: the best for the platform
 
     model.mla = mla = ConfigDict()
     mla.num_heads = 4
-    mla.q_lora_rank = placeholder(int)  # rank of the queries; None: full
+    mla.q_lora_rank = None  # rank of the queries; None: full
     mla.kv_lora_rank = 64  # rank of keys and values
     mla.nope_dim = 32  # key width from the latent
     mla.rope_dim = 16  # key width shared by the heads, not rotated (NoPE)
     mla.value_dim = 32
     mla.output_gate = True
     mla.norm_eps = 1e-6  # of the inner norms
-    mla.implementation = placeholder(str)
+    mla.implementation = None
 
     model.moe = moe = ConfigDict()
     moe.num_experts = 16  # E
     moe.top_k = 2
     moe.num_shared_experts = 1  # one MLP of so many times expert_hidden
     moe.expert_hidden = 64  # F of an expert
-    moe.latent_dim = placeholder(int)  # R; None: experts at full width
+    moe.latent_dim = None  # R; None: experts at full width
     moe.latent_norm = True  # RMSNorm after the weighted sum
     moe.router = "sigmoid"  # or "softmax"
     moe.combine_scores = "unbiased"  # or "biased": the released Kimi-Linear-48B
     moe.routed_scaling_factor = 1.0
     moe.row_block = 64  # rows of a grouped-matmul block; experts are padded to it
-    moe.implementation = placeholder(str)
+    moe.implementation = None
 
     model.balance = balance = ConfigDict()
     balance.estimator = "histogram"  # or "quantile", "sign", "aux_loss", "none"

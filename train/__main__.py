@@ -1,10 +1,13 @@
 """python -m train --config=configs/tiny.py --workdir=runs/tiny [--config.group.field=value]"""
 
 import os
+import sys
 
 from absl import flags
 
-from train.flags import load_config, refuse, run
+from train.config import TrainConfig
+from train.flags import refuse, run
+from train.run.checkpoint import newest_step
 from train.run.loop import Run
 
 _WORKDIR = flags.DEFINE_string(
@@ -12,21 +15,25 @@ _WORKDIR = flags.DEFINE_string(
 )
 
 
-def main() -> None:
+def main(config: TrainConfig) -> None:
     """Trains the experiment of the command line."""
-    config = load_config()
-    if not _WORKDIR.value:
+    workdir = _WORKDIR.value
+    if not workdir:
         refuse("--workdir is empty; name a folder, for example --workdir=runs/tiny")
+    hint = ""
     try:
-        Run(config, _WORKDIR.value).train()
+        prepared = Run(config, workdir)
+        hint = " (TESSERA_TRACEBACK=1 shows where)"  # from here on it may be the code's mistake
+        prepared.train()
     except (ValueError, NotImplementedError, FloatingPointError, OSError) as error:
         if os.environ.get("TESSERA_TRACEBACK"):
             raise
-        refuse(f"{error} (TESSERA_TRACEBACK=1 shows where)")
+        refuse(f"{error}{hint}")
     except KeyboardInterrupt:
-        refuse(f"stopped; the same command resumes from the newest checkpoint of {_WORKDIR.value}")
+        step = newest_step(os.path.join(workdir, "checkpoints"))
+        then = "starts afresh" if step is None else f"resumes from step {step}"
+        sys.exit(f"stopped; the same command {then}")
 
 
 if __name__ == "__main__":
-    flags.mark_flag_as_required("workdir")
     run(main)

@@ -1,7 +1,9 @@
 """From a person's ml_collections config to frozen, validated dataclasses."""
 
+import contextlib
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -16,6 +18,10 @@ from train.step.train_step import StepConfig
 T = TypeVar("T")
 
 
+class Typed(str):
+    """A value as a person typed it on the command line; `build` reads it as the field's type."""
+
+
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
     """How long a run is and what it reports and keeps."""
@@ -26,7 +32,7 @@ class RunConfig:
     eval_every: int = 0  # steps between held-out evaluations; 0: only at the end
     eval_context: int = 0  # tokens of a held-out row; 0: data.context_length
     eval_rows: int = 256  # rows scored at the end, evenly spread over the held-out files; 0: all
-    eval_rows_during: int = 32  # rows scored at each evaluation during training
+    eval_rows_during: int = 32  # rows scored at each evaluation during training; 0: all
     checkpoint_every: int = 0  # steps between checkpoints; 0: only at the end
     keep_checkpoints: int = 2  # the newest so many are kept
     max_skipped: int = 10  # consecutive non-finite steps that stop the run
@@ -36,6 +42,8 @@ class RunConfig:
         for name in ("steps", "log_every", "keep_checkpoints", "max_skipped"):
             if getattr(self, name) < 1:
                 raise ValueError(f"run.{name}={getattr(self, name)} must be at least 1; try 10")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"run.seed={self.seed} must be in [0, 2**32); try 0")
         not_negative = ("eval_every", "eval_context", "eval_rows", "eval_rows_during")
         for name in (*not_negative, "checkpoint_every", "sample_tokens"):
             if getattr(self, name) < 0:
@@ -74,7 +82,8 @@ def build(cls: type[T], values: Mapping[str, Any], path: str = "config") -> T:
     for key in values:
         if key not in fields:
             near = difflib.get_close_matches(key, fields, n=1)
-            hint = f"did you mean {path}.{near[0]}?" if near else f"valid: {', '.join(fields)}"
+            near = [f"{path}.{near[0]}"] if near else _paths_to(key, TrainConfig)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"valid: {', '.join(fields)}"
             raise ValueError(f"{path}.{key} does not exist; {hint}")
     hints = typing.get_type_hints(cls)
     arguments = {}
@@ -86,19 +95,54 @@ def build(cls: type[T], values: Mapping[str, Any], path: str = "config") -> T:
     return cls(**arguments)
 
 
+def _paths_to(key: str, cls: type, path: str = "config") -> list[str]:
+    """Where a field of this name lies below a dataclass."""
+    hints = typing.get_type_hints(cls)
+    here = [f"{path}.{key}"] if key in hints else []
+    groups = [(name, hint) for name, hint in hints.items() if dataclasses.is_dataclass(hint)]
+    return here + [p for name, hint in groups for p in _paths_to(key, hint, f"{path}.{name}")]
+
+
 def _convert(hint: Any, value: Any, path: str) -> Any:
     """`value` as the type that a field's hint names."""
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
-            raise ValueError(f"{path}={value!r} must be a group of fields, not a single value")
+            valid = ", ".join(f"{path}.{field.name}" for field in dataclasses.fields(hint))
+            raise ValueError(f"{path}={value!r} must be a group of fields: {valid}")
         return build(hint, value, path)
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if isinstance(value, Typed):
+        value = _from_text(value, options)
     if value is None and type(None) in options:
         return None
     for option in options:
         if option is float and type(value) in (int, float):
+            if not math.isfinite(value):
+                raise ValueError(f"{path}={value} must be a finite number; try 0.1")
             return float(value)
         if type(value) is option:
             return value
-    names = " or ".join("None" if o is type(None) else o.__name__ for o in options)
-    raise ValueError(f"{path}={value!r} is of type {type(value).__name__}; it must be {names}")
+    names = " or ".join(_EXAMPLES[option] for option in options)
+    raise ValueError(f"{path}={value!r} must be {names}")
+
+
+def _from_text(text: str, options: tuple[type, ...]) -> Any:
+    """What a typed text means for a field of these types; the text itself if nothing."""
+    if type(None) in options and text == "None":
+        return None
+    if bool in options:
+        return {"true": True, "false": False}.get(text.lower(), str(text))
+    for number in (int, float):
+        if number in options:
+            with contextlib.suppress(ValueError):
+                return number(text)
+    return str(text)
+
+
+_EXAMPLES = {
+    bool: "a bool (true or false)",
+    int: "an int (such as 3)",
+    float: "a float (such as 0.1)",
+    str: "a str",
+    type(None): "None",
+}

@@ -1,36 +1,43 @@
 """The command line of every program: --config=FILE[:arg] and --config.group.field=value."""
 
+import inspect
+import os
+import runpy
 import sys
+import traceback
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 from absl import app, flags, logging
-from ml_collections import config_flags
+from ml_collections import ConfigDict
 
-from train.config import TrainConfig, build
+from train.config import TrainConfig, Typed, build
 
-_CONFIG = config_flags.DEFINE_config_file(
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+_CONFIG = flags.DEFINE_string(
     "config",
     None,
     "Experiment: a file of configs/, for example configs/tiny.py; "
     "--config.optimizer.learning_rate=1e-3 overrides a field.",
-    lock_config=True,
 )
 
 
-def load_config() -> TrainConfig:
-    """The experiment of the command line; where it is wrong the program ends with one line."""
-    try:
-        return build(TrainConfig, _CONFIG.value.to_dict())
-    except (OSError, ValueError) as error:
-        refuse(error)
-
-
-def run(main: Callable[[], None]) -> None:
-    """Runs a program whose command line holds --config."""
-    flags.mark_flag_as_required("config")
+def run(main: Callable[[TrainConfig], None]) -> None:
+    """Runs a program on the experiment of the command line, or ends it with one line that says
+    what is wrong there."""
+    flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS["config"])  # for --help
     logging.set_verbosity(logging.WARNING)  # below that, orbax alone tells fifty lines a save
-    app.run(lambda argv: main() if not argv[1:] else _refuse_stray(argv[1]), flags_parser=_parse)
+
+    def start(argv: Sequence[str]) -> None:
+        try:
+            config = load_config(_CONFIG.value, argv[1:])
+        except ValueError as error:
+            refuse(error)
+        main(config)
+
+    app.run(start, flags_parser=_parse)
 
 
 def refuse(error: Exception | str) -> NoReturn:
@@ -39,16 +46,62 @@ def refuse(error: Exception | str) -> NoReturn:
     sys.exit(2)
 
 
-def _refuse_stray(argument: str) -> NoReturn:
-    refuse(f"{argument!r} is no flag; write --config.group.field=value")
+def load_config(argument: str | None, overrides: Sequence[str] = ()) -> TrainConfig:
+    """The experiment of FILE[:arg] with the fields that --config.group.field=value sets.
+
+    Raises:
+      ValueError: says what would work.
+    """
+    values = _read(argument)
+    for override in overrides:
+        name, equals, text = override.lstrip("-").partition("=")
+        if not equals or not override.startswith(("-config.", "--config.")):
+            path = name.removeprefix("config.")
+            meant = f"did you mean --config.{path}={text or 'VALUE'}?" if "." in path else ""
+            raise ValueError(f"{override!r} is no flag; {meant or '--help lists the flags'}")
+        nested: Any = Typed(text)
+        for key in reversed(name.split(".")[1:]):
+            nested = {key: nested}
+        values = _merge(values, nested)
+    return build(TrainConfig, values)
 
 
 def _parse(argv: Sequence[str]) -> list[str]:
-    """Parses the command line; a mistyped key or value would otherwise end in a traceback."""
+    """Parses all flags but the fields of the config, which stay in the result."""
+    flags.FLAGS.set_gnu_getopt(True)  # a stray word does not hide the flags behind it
     try:
-        return flags.FLAGS(argv)
-    except (AttributeError, KeyError) as error:  # ml_collections' answer to an unknown field
-        text = str(error).replace("\\n", ". ").replace("\\", "").replace("'", "").strip('" ')
-        refuse(f"no such config field: {text}")
-    except (flags.Error, TypeError, ValueError) as error:
-        refuse(str(error).rsplit("Error: ", 1)[-1])  # without the traceback of a config file
+        return flags.FLAGS(argv, known_only=True)
+    except flags.Error as error:
+        refuse(error)
+
+
+def _read(argument: str | None) -> dict[str, Any]:
+    """What get_config() returns in the file of --config=FILE, or get_config(arg) of FILE:arg."""
+    file, colon, arg = (argument or "").partition(":")
+    if not file.endswith(".py") or not os.path.isfile(file):
+        there = ", ".join(sorted(os.path.relpath(path) for path in CONFIGS.glob("*.py")))
+        given = f"--config={argument} is no config file" if argument else "--config is missing"
+        raise ValueError(f"{given}; for example --config=configs/tiny.py (there are {there})")
+    try:
+        get_config = runpy.run_path(file)["get_config"]
+        if colon and not inspect.signature(get_config).parameters:
+            raise ValueError(f"get_config() takes no :{arg}; try --config={file}")
+        return ConfigDict(get_config(arg) if colon else get_config()).to_dict()
+    except Exception as error:  # whatever a person's file may raise
+        if os.environ.get("TESSERA_TRACEBACK"):
+            raise
+        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
+        where = getattr(error, "lineno", None) or (lines[-1] if lines else None)
+        text = f"{file}{f', line {where}' if where else ''}: {error}"
+        if not isinstance(error, ValueError):  # which a config file may raise on purpose
+            text += (
+                f" ({type(error).__name__}); configs/tiny.py shows what a config file looks like"
+            )
+        raise ValueError(text) from error
+
+
+def _merge(old: Any, new: Any) -> Any:
+    """Nested dicts with the leaves of `new` in place of those of `old`."""
+    if not isinstance(old, dict) or not isinstance(new, dict):
+        return new
+    return old | {key: _merge(old.get(key), value) for key, value in new.items()}

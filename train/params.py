@@ -1,12 +1,15 @@
 """python -m train.params --config=configs/k3_2p8t.py: parameters, from shapes alone."""
 
-from train.flags import load_config, run
+import jax
+
+from train.config import TrainConfig
+from train.flags import run
 from train.run.flops import count_params, forward_flops_per_token
 
 
-def main() -> None:
+def main(config: TrainConfig) -> None:
     """Prints total and active parameters, by part, and FLOPs per token."""
-    config = load_config()
+    jax.config.update("jax_platforms", "cpu")  # shapes need no accelerator
     counts = count_params(config.model)
     print(f"{'part':<22}{'parameters':>22}")
     for part, size in sorted(counts.parts.items(), key=lambda item: -item[1]):

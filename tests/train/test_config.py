@@ -9,6 +9,7 @@ import pytest
 
 from configs import k3_2p8t, kimi_linear_48b, small, tiny
 from train.config import TrainConfig, build
+from train.flags import load_config
 from train.run.flops import count_params, forward_flops_per_token
 
 ROOT = Path(__file__).parents[2]
@@ -71,6 +72,12 @@ def test_flops_against_a_hand_count():
         ({"step.accumulation": 3}, r"\[1, 2, 4, 8\]"),
         ({"model.balance.ema": 1.0}, "try 0.9"),
         ({"step.loss.z_loss": -1.0}, "1e-4"),
+        ({"run.seed": 2**32}, "run.seed=4294967296"),
+        ({"optimizer.weight_decay": float("inf")}, "config.optimizer.weight_decay=inf"),
+        ({"model.norm_eps": float("nan")}, "config.model.norm_eps=nan"),
+        ({"model.mla.norm_eps": 0.0}, r"model\.mla\.norm_eps=0.0 must be positive; try 1e-06"),
+        ({"model.init_std": -1.0}, "must not be negative; try 0.02"),
+        ({"data.pattern": "*.md"}, "data.source='folder' as well"),
     ],
 )
 def test_impossible_values_say_what_would_work(changes, message):
@@ -82,7 +89,7 @@ def test_unknown_and_mistyped_fields():
     values = tiny.get_config().to_dict()
     with pytest.raises(ValueError, match=r"did you mean config\.data\.batch_size"):
         build(TrainConfig, values | {"data": values["data"] | {"batchsize": 3}})
-    with pytest.raises(ValueError, match=r"config\.run\.steps='ten' is of type str"):
+    with pytest.raises(ValueError, match=r"config\.run\.steps='ten' must be an int"):
         build(TrainConfig, values | {"run": values["run"] | {"steps": "ten"}})
     missing = {k: v for k, v in values.items() if k != "data"}
     with pytest.raises(ValueError, match=r"config\.data is missing"):
@@ -90,22 +97,107 @@ def test_unknown_and_mistyped_fields():
 
 
 @pytest.mark.parametrize(
-    "argument,expected",
+    "override,expected",
     [
-        ("--config.optimizer.learing_rate=1", 'Did you mean "learning_rate"'),
-        ("--config.run.steps=many", "run.steps=many"),
-        ("--config.model.moe.top_k=99", "try 4"),
-        ("--config=configs/missing.py", "missing.py"),
-        ("--config=configs/tiny.py:foo", "try configs/tiny.py:balance"),
+        ("--config.optimizer.learing_rate=1", r"did you mean config\.optimizer\.learning_rate\?"),
+        ("--config.dim=3", r"config\.dim does not exist; did you mean config\.model\.dim\?"),
+        ("--config.run.steps=1.5", r"config\.run\.steps='1\.5' must be an int"),
+        ("--config.optimizer.learning_rate=fast", "must be a float"),
+        ("--config.data.shuffle=maybe", r"must be a bool \(true or false\)"),
+        ("--config.model.dim=None", "must be an int"),
+        ("--config.run=3", r"group of fields: config\.run\.steps"),
+        ("--config.run.steps", r"did you mean --config\.run\.steps=VALUE"),
+        ("--model.dim=4", r"did you mean --config\.model\.dim=4"),
         ("config.run.steps=3", "is no flag"),
+        ("--steps=3", "--help lists the flags"),
     ],
 )
-def test_command_line_mistakes_are_one_line(argument, expected):
-    command = [sys.executable, "-m", "train.params", "--config=configs/tiny.py", argument]
-    if argument.startswith("--config="):
-        command.pop(-2)
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}
+def test_mistyped_overrides_say_what_would_work(override, expected):
+    with pytest.raises(ValueError, match=expected):
+        load_config("configs/tiny.py", [override])
+
+
+def test_overrides_have_the_types_of_their_fields():
+    config = load_config(
+        "configs/tiny.py",
+        [
+            "--config.model.moe.latent_dim=None",
+            "--config.model.kda.gate_rank=8",
+            "--config.optimizer.clip_norm=2",
+            "--config.data.shuffle=false",
+            "--config.model.remat=none",
+        ],
     )
+    assert config.model.moe.latent_dim is None and config.model.kda.gate_rank == 8
+    assert type(config.optimizer.clip_norm) is float
+    assert config.data.shuffle is False and config.model.remat == "none"
+
+
+@pytest.mark.parametrize(
+    "text,expected",
+    [
+        ("def get_config(:", "line 1: .*SyntaxError"),
+        ("import nothing_there", "line 1: No module named 'nothing_there'"),
+        ("\0", "SyntaxError|null bytes"),
+        ("x = 1", "'get_config'.*configs/tiny.py shows"),
+        ("def get_config():\n    return 3", "configs/tiny.py shows"),
+        ("def get_config():\n    raise ValueError('try 4')", "line 2: try 4$"),
+    ],
+)
+def test_broken_config_files_are_named(tmp_path, text, expected):
+    (tmp_path / "broken.py").write_text(text)
+    with pytest.raises(ValueError, match=rf"broken\.py.*({expected})"):
+        load_config(str(tmp_path / "broken.py"))
+
+
+@pytest.mark.parametrize(
+    "argument,expected",
+    [
+        (None, r"--config is missing; for example --config=configs/tiny\.py"),
+        ("tiny", r"no config file; .*configs/small\.py"),
+        ("configs", "no config file"),
+        ("configs/missing.py", "no config file"),
+        ("configs/small.py:foo", r"takes no :foo; try --config=configs/small\.py"),
+        ("configs/tiny.py:foo", r"try configs/tiny\.py:balance"),
+    ],
+)
+def test_other_files_are_refused(argument, expected):
+    with pytest.raises(ValueError, match=expected):
+        load_config(argument)
+
+
+@pytest.mark.parametrize(
+    "program,arguments,expected",
+    [
+        ("train.params", ["--config=configs/tiny.py", "--config.model.moe.top_k=99"], "try 4"),
+        ("train.params", ["--config"], "--config"),
+        ("train", ["--config=configs/tiny.py"], "--workdir=runs/tiny"),
+        ("train", ["--config=configs/tiny.py", "--workdir=README.md"], "is a file"),
+    ],
+)
+def test_command_line_mistakes_are_one_line(program, arguments, expected):
+    done = python(program, *arguments)
     assert done.returncode == 2
     assert expected in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+def test_a_missing_platform_is_one_line(tmp_path):
+    arguments = "--config=configs/tiny.py", f"--workdir={tmp_path / 'run'}"
+    done = python("train", *arguments, JAX_PLATFORMS="cuda_of_nobody")
+    assert "set JAX_PLATFORMS=cpu" in done.stderr and len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_help_shows_config():
+    done = python("train.params", "--help")
+    assert "--config" in done.stdout
+
+
+def python(program: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", program, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"} | environment,
+    )
