@@ -1,7 +1,10 @@
 """Kimi K3: 2.78T parameters, 104B active; every published number.
 
 Command:  python -m train.params --config=configs/k3_2p8t.py
-Result:   total 2,779,484,379,232; active 104,189,530,208 (105,363,935,328 with the embedding).
+Result:   total 2,779,484,379,232; active 104,189,515,872 (105,363,920,992 with the
+          input embedding).
+          With the layer-0 attention mix that only the published checkpoint has, and nothing uses:
+          total 2,779,484,393,568; active 104,189,530,208 (105,363,935,328).
 Time:     seconds on a CPU. Training it is for pods; token count, batch size and peak learning rate
           were not published, and what stands here for them is a guess.
 """

@@ -4,7 +4,8 @@ Softplus decay, low-rank output gate, plain residuals, SwiGLU experts at full wi
 query compression and output gate, and combine weights from biased scores as in the released code.
 
 Command:  python -m train.params --config=configs/kimi_linear_48b.py
-Result:   about 49.1B parameters in all, 2.73B active without embeddings.
+Result:   49.1B parameters in all; 3.11B active without the input embedding, which is 2.73B without
+          the output head (0.38B) as well.
 Time:     seconds on a CPU.
 """
 

@@ -1,4 +1,4 @@
-"""Quantile Balancing against golden trajectories (golden/README F), NumPy oracles and the toy."""
+"""Quantile Balancing against golden trajectories (golden/qb_*), NumPy oracles and the toy."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Routing against golden arrays (golden/README E) and a NumPy oracle."""
+"""Routing against golden arrays (golden/moe_*) and a NumPy oracle."""
 
 import pathlib
 
