@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from kernels.kda.chunked import kda_chunked
 from kernels.kda.operands import KdaInputs, KdaOptions
+from kernels.kda.pallas_triton import kda_pallas_triton, unsupported_by_triton
 from kernels.kda.reference import kda_reference
 from kernels.kda.tiles import TILE
 
@@ -23,6 +24,7 @@ Implementation = Callable[[KdaInputs, KdaOptions], tuple[jax.Array, jax.Array]]
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "reference": kda_reference,
     "xla": kda_chunked,
+    "pallas_triton": kda_pallas_triton,
 }
 
 
@@ -78,14 +80,16 @@ def kda(
         state from zero. No value is special.
       lengths: [B] integers. Tokens from there on are inert: o = 0, the state stays, no gradient.
       chunk_size: a multiple of 16; changes speed and rounding only.
-      implementation: "reference" (token recurrence, the oracle), "xla" (chunked, pure JAX), or None
-        for the best that the backend offers, at present "xla".
+      implementation: "reference" (token recurrence, the oracle), "xla" (chunked, pure JAX),
+        "pallas_triton" (NVIDIA GPUs; interpreted elsewhere), or None for the best that serves the
+        call on the default backend: "pallas_triton" on a GPU, else "xla".
 
     Returns:
       o [B, T, H, V] in v's dtype, and final_state [B, H, K, V] after the last valid token.
 
     Raises:
       ValueError: an argument has a wrong shape, dtype or value, or the implementation is unknown.
+      NotImplementedError: the named implementation does not serve this call.
     """
     _check_shapes(q, k, v, gate, beta, a_log, dt_bias, initial_state, segment_ids, lengths)
     _check_dtypes(
@@ -98,10 +102,10 @@ def kda(
         raise ValueError(
             f"chunk_size is {chunk_size}; it must be a positive multiple of {TILE}, such as 64"
         )
-    name = "xla" if implementation is None else implementation
-    if name not in IMPLEMENTATIONS:
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(
-            f"implementation is {name!r}; it must be None or one of {sorted(IMPLEMENTATIONS)}"
+            f"implementation is {implementation!r}; it must be None or one of "
+            f"{sorted(IMPLEMENTATIONS)}"
         )
 
     floats = [q, k, v, gate, beta] + [x for x in (a_log, dt_bias, initial_state) if x is not None]
@@ -131,7 +135,12 @@ def kda(
         scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
         chunk_size=chunk_size,
     )
-    return IMPLEMENTATIONS[name](inputs, options)
+    return IMPLEMENTATIONS[implementation or _default(inputs)](inputs, options)
+
+
+def _default(inputs: KdaInputs) -> str:
+    on_gpu = jax.default_backend() == "gpu"
+    return "pallas_triton" if on_gpu and not unsupported_by_triton(inputs) else "xla"
 
 
 def _count_restarts(segment_ids: jax.Array | None, lengths: jax.Array | None) -> jax.Array | None:

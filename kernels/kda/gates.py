@@ -12,7 +12,7 @@ L2_NORM_EPS = 1e-6
 
 # exp(60) saturates either gate for any z a float32 can tell from zero; without the cap a huge
 # a_log gives exp(a_log) = inf, and the gradient 0 * inf = NaN.
-_MAX_A_LOG = 60.0
+MAX_A_LOG = 60.0
 
 
 def _fp32(x: jax.Array) -> jax.Array:
@@ -25,7 +25,7 @@ def _shifted(gate_BTHK: jax.Array, dt_bias_HK: jax.Array | None) -> jax.Array:
 
 
 def _rate(a_log_H: jax.Array) -> jax.Array:
-    return jnp.exp(jnp.minimum(_fp32(a_log_H), _MAX_A_LOG))[None, None, :, None]
+    return jnp.exp(jnp.minimum(_fp32(a_log_H), MAX_A_LOG))[None, None, :, None]
 
 
 def bounded_log_decay(

@@ -164,7 +164,9 @@ def test_bfloat16_inputs(implementation):
     assert got.pop("final_state").dtype == got.pop("dinitial_state").dtype == np.float32
     assert all(x.dtype == jnp.bfloat16 for x in got.values())
     want = truth(inputs, cotangent)
-    assert_close(got, {name: want[name] for name in got}, 2.0**-8)
+    # The kernels' operands are bfloat16 throughout, those of "xla" only beside the state.
+    tolerance = 2.0**-6 if implementation.startswith("pallas") else 2.0**-8
+    assert_close(got, {name: want[name] for name in got}, tolerance)
 
 
 @every_implementation
@@ -239,7 +241,7 @@ ERRORS = {
     "lower_bound is None; the bounded gate": {"lower_bound": None},
     "leave out a_log and dt_bias": {"gate_kind": "log_decay"},
     "chunk_size is 24; it must be a positive multiple of 16": {"chunk_size": 24},
-    r"implementation is 'cuda'; it must be None or one of \['reference', 'xla'": {
+    r"implementation is 'cuda'; it must be None or one of \['pallas_triton'": {
         "implementation": "cuda"
     },
     r"k has shape \(1, 8, 1, 4\); .* must be \(1, 8, 1, 16\)": {"k": np.zeros((1, 8, 1, 4))},

@@ -1,0 +1,204 @@
+"""The "pallas_triton" implementation: KDA on NVIDIA GPUs by Pallas kernels on the Triton backend.
+
+Forward, two kernels:
+  prepare  per chunk, all in parallel: norms, gate, scores P, inverse T, and the operands that the
+           state meets: W, U, q exp(G), k exp(G_C - G).
+  scan     per tile of V, chunk after chunk: v_new = U - W S, o, S'. Nothing else is on the chain.
+Backward, five launches:
+  prepare    again, from the kept T.
+  scan       again, for the entering states and v_new.
+  reverse    per tile of V, last chunk first: gradients of v_new and of the leaving states.
+  solve_vjp  per chunk: what needs the value channels only, dv and dbeta among it.
+  grads      per chunk and part of K: dq, dk and dgate, down to the raw inputs.
+Kept for the backward: the inputs, o, P and T.
+
+Off the GPU the kernels run in interpret mode, which also takes float64.
+
+Letters: B batch, T time, H value heads, K key dim, V value dim, N chunks, C chunk rows, X chains
+(B x H).
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from kernels.kda import chunk
+from kernels.kda.operands import KdaInputs, KdaOptions, valid_tokens
+from kernels.kda.triton.backward import Chain, grads, reverse, solve_vjp
+from kernels.kda.triton.forward import prepare, scan
+from kernels.kda.triton.plan import Plan, Tokens
+from kernels.numerics import vary_together
+
+
+def unsupported_by_triton(inputs: KdaInputs) -> str | None:
+    """Why the compiled kernels do not serve these inputs; None if they do."""
+    key_dim, value_dim = inputs.q_BTQK.shape[-1], inputs.v_BTHV.shape[-1]
+    if max(key_dim, value_dim) > 256:
+        return f"key and value dims up to 256, not {key_dim} and {value_dim}"
+    if inputs.compute_dtype == jnp.float64:
+        return "bfloat16 and float32, not float64"
+    return None
+
+
+def kda_pallas_triton(inputs: KdaInputs, options: KdaOptions) -> tuple[jax.Array, jax.Array]:
+    """Returns o [B, T, H, V] in v's dtype and the final state [B, H, K, V].
+
+    chunk_size is rounded down to 16, 32 or 64. Source: Kimi Linear (arXiv 2510.26692), Eq. 3-9.
+    Raises NotImplementedError for what the compiled kernels do not serve.
+    """
+    _, num_tokens, num_heads, value_dim = inputs.v_BTHV.shape
+    key_dim = inputs.q_BTQK.shape[-1]
+    interpret = jax.default_backend() != "gpu"
+    limits = unsupported_by_triton(inputs)
+    if limits and not interpret:
+        raise NotImplementedError(
+            f"implementation 'pallas_triton' takes {limits}: use implementation='xla'"
+        )
+    wide = jnp.dtype(inputs.compute_dtype)
+    all_narrow = all(x.dtype == jnp.bfloat16 for x in inputs[:3])
+    plan = Plan(
+        options=options,
+        num_rows=min(64, 1 << (options.chunk_size.bit_length() - 1)),
+        group=num_heads // inputs.q_BTQK.shape[2],
+        narrow=jnp.dtype(jnp.bfloat16) if all_narrow else wide,
+        wide=wide,
+        interpret=interpret,
+    )
+    leaves, structure = jax.tree.flatten(_pad(inputs, plan.num_rows))
+    padded = jax.tree.unflatten(structure, vary_together(*leaves))
+    o_BTHV, state_BHKV = _kda(plan, padded)
+    return o_BTHV[:, :num_tokens, :, :value_dim], state_BHKV[:, :, :key_dim, :value_dim]
+
+
+def _power_of_two(size: int) -> int:
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def _pad(inputs: KdaInputs, rows: int) -> KdaInputs:
+    """Whole chunks of inert tokens, and dims that are powers of two."""
+    batch, num_tokens, _, value_dim = inputs.v_BTHV.shape
+    key_dim = inputs.q_BTQK.shape[-1]
+    more_T = -num_tokens % rows
+    more_K, more_V = _power_of_two(key_dim) - key_dim, _power_of_two(value_dim) - value_dim
+    if more_T == more_K == more_V == 0:
+        return inputs
+
+    def pad(x: jax.Array | None, *widths: int, mode: str = "constant") -> jax.Array | None:
+        return None if x is None else jnp.pad(x, [(0, w) for w in widths], mode=mode)
+
+    lengths_B = inputs.lengths_B
+    if lengths_B is None and more_T:
+        lengths_B = jnp.full((batch,), num_tokens, jnp.int32)
+    keys = (0, more_T, 0, more_K)
+    return KdaInputs(
+        q_BTQK=pad(inputs.q_BTQK, *keys),
+        k_BTQK=pad(inputs.k_BTQK, *keys),
+        v_BTHV=pad(inputs.v_BTHV, 0, more_T, 0, more_V),
+        gate_BTHK=pad(inputs.gate_BTHK, *keys),
+        beta_BTH=pad(inputs.beta_BTH, 0, more_T, 0),
+        a_log_H=inputs.a_log_H,
+        dt_bias_HK=pad(inputs.dt_bias_HK, 0, more_K),
+        initial_state_BHKV=pad(inputs.initial_state_BHKV, 0, 0, more_K, more_V),
+        segment_BT=pad(inputs.segment_BT, 0, more_T, mode="edge"),
+        lengths_B=None if lengths_B is None else jnp.minimum(lengths_B, num_tokens),
+    )
+
+
+def _tokens(plan: Plan, inputs: KdaInputs) -> Tokens:
+    num_heads, key_dim = inputs.v_BTHV.shape[2], inputs.q_BTQK.shape[-1]
+    a_log_H, dt_bias_HK, segment_BT = inputs.a_log_H, inputs.dt_bias_HK, inputs.segment_BT
+    before_BN = None
+    if segment_BT is not None:
+        # Before the first token lies the first segment, which the initial state belongs to.
+        lasts_BN = segment_BT[:, plan.num_rows - 1 :: plan.num_rows]
+        before_BN = jnp.pad(lasts_BN[:, :-1], ((0, 0), (1, 0)))
+    masks = plan.masks()
+    _, *masks = vary_together(inputs.q_BTQK, *masks)
+    return Tokens(
+        *inputs[:5],
+        a_log=jnp.zeros((num_heads,), plan.wide) if a_log_H is None else a_log_H,
+        dt_bias=(jnp.zeros((num_heads, key_dim), plan.wide) if dt_bias_HK is None else dt_bias_HK),
+        segment=segment_BT,
+        before=before_BN,
+        lengths=inputs.lengths_B,
+        masks=chunk.Masks(*masks),
+    )
+
+
+def _chunked(plan: Plan, x_BTHV: jax.Array) -> jax.Array:
+    """[B, T, H, V] -> [B, N, C, H, V]."""
+    batch, _, num_heads, dim = x_BTHV.shape
+    return x_BTHV.reshape(batch, -1, plan.num_rows, num_heads, dim)
+
+
+def _chains(x_BHKV: jax.Array) -> jax.Array:
+    return x_BHKV.reshape(-1, *x_BHKV.shape[2:])
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _kda(plan: Plan, inputs: KdaInputs) -> tuple[jax.Array, jax.Array]:
+    return _forward(plan, inputs)[0]
+
+
+def _forward(plan: Plan, inputs: KdaInputs) -> tuple:
+    prepared, solved = prepare(plan, _tokens(plan, inputs), None)
+    v_BTHV, state_BHKV = inputs.v_BTHV, inputs.initial_state_BHKV
+    o = jax.ShapeDtypeStruct(_chunked(plan, v_BTHV).shape, v_BTHV.dtype)
+    scanned = scan(plan, prepared, solved.p, _chains(state_BHKV), o=o)
+    o_BTHV = scanned.o.reshape(v_BTHV.shape)
+    state_BHKV = scanned.state.reshape(state_BHKV.shape)
+    return (o_BTHV, state_BHKV), (inputs, solved, o_BTHV)
+
+
+def _backward(plan: Plan, residuals: tuple, cotangents: tuple) -> tuple:
+    inputs, (p, inverse), o_BTHV = residuals
+    do_BTHV, d_state_BHKV = cotangents
+    tokens = _tokens(plan, inputs)
+    prepared, _ = prepare(plan, tokens, inverse)
+    state_XKV = _chains(inputs.initial_state_BHKV)
+    scanned = scan(plan, prepared, None, state_XKV, keep_states=plan.narrow, keep_v_new=True)
+    reversed_ = reverse(plan, prepared, p, _chunked(plan, do_BTHV), _chains(d_state_BHKV))
+    solve, dv_BTHV = solve_vjp(
+        plan, tokens, inverse, o_BTHV, do_BTHV, scanned.v_new, reversed_.dv_new
+    )
+    chain = Chain(
+        do_BTHV, dv_BTHV, scanned.states, reversed_.d_leaving, scanned.v_new, prepared.rstd
+    )
+    d = grads(plan, tokens, solve, chain)
+    batch, num_heads = d_state_BHKV.shape[:2]
+    params_BHN2K = d.gate_params.reshape(batch, num_heads, *d.gate_params.shape[1:])
+    params_H2K = jnp.sum(params_BHN2K, axis=(0, 2))
+    d_inputs = KdaInputs(
+        q_BTQK=_sum_group(plan, d.q).astype(inputs.q_BTQK.dtype),
+        k_BTQK=_sum_group(plan, d.k).astype(inputs.k_BTQK.dtype),
+        v_BTHV=dv_BTHV,
+        gate_BTHK=d.gate,
+        beta_BTH=_beta_vjp(inputs, solve.dbeta),
+        a_log_H=None if inputs.a_log_H is None else jnp.sum(params_H2K[:, 1], axis=-1),
+        dt_bias_HK=None if inputs.dt_bias_HK is None else params_H2K[:, 0],
+        initial_state_BHKV=reversed_.d_state.reshape(d_state_BHKV.shape),
+        segment_BT=None,
+        lengths_B=None,
+    )
+    return (d_inputs,)
+
+
+def _beta_vjp(inputs: KdaInputs, dbeta_XNC: jax.Array) -> jax.Array:
+    beta_BTH = inputs.beta_BTH
+    batch, num_tokens, num_heads = beta_BTH.shape
+    dbeta_BTH = dbeta_XNC.reshape(batch, num_heads, num_tokens).swapaxes(1, 2)
+    valid_BT = valid_tokens(inputs)
+    if valid_BT is not None:
+        dbeta_BTH = jnp.where(valid_BT[..., None], dbeta_BTH, 0.0)
+    return dbeta_BTH.astype(beta_BTH.dtype)
+
+
+def _sum_group(plan: Plan, dx_BTHK: jax.Array) -> jax.Array:
+    if plan.group == 1:
+        return dx_BTHK
+    batch, num_tokens, _, dim = dx_BTHK.shape
+    return jnp.sum(dx_BTHK.reshape(batch, num_tokens, -1, plan.group, dim), axis=3)
+
+
+_kda.defvjp(_forward, _backward, optimize_remat=True)

@@ -1,0 +1,321 @@
+"""What the Triton kernels of KDA share: products, and a chunk's inputs as they come into a program.
+
+Letters: B batch, T time, H value heads, K key dim, V value dim, N chunks, C chunk rows, X chains
+(B x H).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial, reduce
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from kernels.kda import chunk
+from kernels.kda.gates import L2_NORM_EPS, MAX_A_LOG
+from kernels.kda.operands import KdaOptions
+
+_X6 = jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X6
+
+Carry = TypeVar("Carry")
+Shapes = TypeVar("Shapes")  # a tree of jax.ShapeDtypeStruct
+LOG2E = math.log2(math.e)
+SMALLEST_BETA = 1e-18
+# Key channels of which `prepare` holds tiles at a time: more, and registers spill. Measured on an
+# H200.
+PREPARE_PART = 64
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a kernel must know when it is built."""
+
+    options: KdaOptions
+    num_rows: int  # C
+    group: int  # value heads per query/key head
+    narrow: jnp.dtype  # of the products' operands: bfloat16 for bfloat16 inputs, else wide
+    wide: jnp.dtype  # float32; float64 only in interpret mode
+    interpret: bool
+
+    @property
+    def log_tile(self) -> int:
+        """Size of the tiles whose inner pairs take one product; chunk.Decays."""
+        options = self.options
+        if options.tile_bound is None:
+            return 0
+        # 32 rows at -5 fill float32's exponents so far that q and k must not exceed 1, and that
+        # small values lose bits, which only bfloat16 can spare.
+        small = options.use_qk_l2norm and self.narrow == jnp.bfloat16
+        log_tile = 5 if small and options.tile_bound >= -5.0 else 4
+        return min(log_tile, self.num_rows.bit_length() - 1)
+
+    def dot(
+        self,
+        a: jax.Array,
+        b: jax.Array,
+        *,
+        a_columns: bool = False,
+        b_rows: bool = False,
+        precise: bool = False,
+    ) -> jax.Array:
+        """a b in the wide dtype, a or b transposed on request; precise: operands of 16 bits."""
+        contract = ((0 if a_columns else 1,), (1 if b_rows else 0,))
+        product = partial(
+            jax.lax.dot_general,
+            dimension_numbers=(contract, ((), ())),
+            preferred_element_type=self.wide,
+        )
+        if b.dtype.itemsize == 2:
+            return product(a, b)
+        if self.interpret:
+            return product(a, b, precision=jax.lax.Precision.HIGHEST)
+        if self.narrow == jnp.bfloat16:
+            (a, a_rest), (b, b_rest) = _bfloat16_parts(a, 2), _bfloat16_parts(b, 2)
+            return product(a_rest, b) + product(a, b_rest) + product(a, b)
+        return product(a, b, precision=_X6)
+
+    def row_sums(self, x_CK: jax.Array) -> Callable[[jax.Array], jax.Array]:
+        """As chunk.RowSums: products of the mask with parts of x that are exact in bfloat16."""
+        count = 2 if self.narrow == jnp.bfloat16 else 3
+        parts = [x_CK] if self.interpret else _bfloat16_parts(x_CK, count)
+        return partial(self._masked_sums, list(reversed(parts)))
+
+    def spans(self, g_CK: jax.Array) -> Callable[[jax.Array], jax.Array]:
+        """As row_sums, for log-decays: float16's 2 ** -11 of each is enough beside bfloat16."""
+        if self.narrow != jnp.bfloat16 or self.interpret:
+            return self.row_sums(g_CK)
+        if self.options.tile_bound is None:
+            g_CK = jnp.maximum(g_CK, -3e4)  # float16 ends at 65504, a product of decays long before
+        return partial(self._masked_sums, [g_CK.astype(jnp.float16)])
+
+    def _masked_sums(self, parts: list[jax.Array], mask_CC: jax.Array) -> jax.Array:
+        return reduce(jnp.add, [self.dot(mask_CC, part) for part in parts])
+
+    def masks(self) -> chunk.Masks:
+        """Masks of the types that their products take."""
+        if self.interpret:
+            spans, vjps = self.wide, self.wide
+        else:
+            spans = jnp.float16 if self.narrow == jnp.bfloat16 else jnp.bfloat16
+            vjps = jnp.bfloat16
+        arrays = chunk.masks(self.num_rows, self.log_tile)
+        types = chunk.Masks(spans, self.narrow, vjps)
+        return chunk.Masks(*(jnp.asarray(a, t) for a, t in zip(arrays, types, strict=True)))
+
+    def decays(self, g_CK: jax.Array, masks: chunk.Masks) -> chunk.Decays:
+        bound = LOG2E * (self.options.tile_bound or 0.0)
+        return chunk.Decays(g_CK, masks, bound, self.log_tile, self.spans, self.exp2)
+
+    def exp2(self, x: jax.Array) -> jax.Array:
+        return jnp.exp2(x) if self.interpret else _approximate("ex2", x)
+
+    def sigmoid(self, x: jax.Array) -> jax.Array:
+        denominator = 1.0 + self.exp2(-LOG2E * x)
+        return 1.0 / denominator if self.interpret else _approximate("rcp", denominator)
+
+
+def _approximate(function: str, x: jax.Array) -> jax.Array:
+    """The GPU's own instruction: 2 ulp, subnormals are 0. Triton's exp2 and / check for more."""
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return plt.elementwise_inline_asm(
+        f"{function}.approx.ftz.f32 $0, $1;",
+        args=[x],
+        constraints="=f,f",
+        pack=1,
+        result_shape_dtypes=[shape],
+    )[0]
+
+
+def _bfloat16_parts(x: jax.Array, count: int) -> list[jax.Array]:
+    """Parts that add up to x, 8 bits in each; cut off and not rounded, in one operation."""
+    parts = []
+    for n in range(count):
+        if n < count - 1:
+            bits = jax.lax.bitcast_convert_type(x, jnp.int32) & -0x10000
+            high = jax.lax.bitcast_convert_type(bits, jnp.float32)
+            parts.append(high.astype(jnp.bfloat16))
+            x -= high
+        else:
+            parts.append(x.astype(jnp.bfloat16))
+    return parts
+
+
+class Tokens(NamedTuple):
+    """The raw inputs of a chunk: arrays outside, references inside a kernel."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    gate: jax.Array
+    beta: jax.Array
+    a_log: jax.Array
+    dt_bias: jax.Array
+    segment: jax.Array | None
+    before: jax.Array | None  # [B, N] segment of the token before the chunk
+    lengths: jax.Array | None
+    masks: chunk.Masks
+
+
+def token_specs(plan: Plan, tokens: Tokens) -> Tokens:
+    """Blocks of one chunk of one head, for the grid (H, N, B)."""
+    rows, key_dim, value_dim = plan.num_rows, tokens.q.shape[-1], tokens.v.shape[-1]
+    of_group = pl.BlockSpec((None, rows, None, key_dim), lambda h, n, b: (b, n, h // plan.group, 0))
+    has_segments = tokens.segment is not None
+    return Tokens(
+        q=of_group,
+        k=of_group,
+        v=head_spec(rows, value_dim),
+        gate=head_spec(rows, key_dim),
+        beta=pl.BlockSpec((None, rows, None), lambda h, n, b: (b, n, h)),
+        a_log=pl.BlockSpec((1,), lambda h, n, b: (h,)),
+        dt_bias=pl.BlockSpec((None, key_dim), lambda h, n, b: (h, 0)),
+        segment=pl.BlockSpec((None, rows), lambda h, n, b: (b, n)) if has_segments else None,
+        before=pl.BlockSpec((None, 1), lambda h, n, b: (b, n)) if has_segments else None,
+        lengths=None if tokens.lengths is None else pl.BlockSpec((1,), lambda h, n, b: (b,)),
+        masks=jax.tree.map(
+            lambda mask: pl.BlockSpec(mask.shape, lambda h, n, b: (0, 0, 0)), tokens.masks
+        ),
+    )
+
+
+def varying_like(x: jax.Array, shapes: Shapes) -> Shapes:
+    """The same shapes for outputs that vary over the mesh axes of jax.shard_map as x does."""
+    manual = jax.typeof(x).manual_axis_type
+    return jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, manual_axis_type=manual), shapes
+    )
+
+
+def head_spec(rows: int, dim: int) -> pl.BlockSpec:
+    return pl.BlockSpec((None, rows, None, dim), lambda h, n, b: (b, n, h, 0))
+
+
+def chunk_spec(num_heads: int, *dims: int) -> pl.BlockSpec:
+    """A chunk's block of an array [X, N, *dims]."""
+    zeros = (0,) * len(dims)
+    return pl.BlockSpec((None, None, *dims), lambda h, n, b: (b * num_heads + h, n, *zeros))
+
+
+class Rows(NamedTuple):
+    """What belongs to the rows of a chunk and not to their channels."""
+
+    q_rstd_C1: jax.Array | None
+    k_rstd_C1: jax.Array | None
+    beta_C1: jax.Array
+    valid_C1: jax.Array | None
+
+
+class Channels(NamedTuple):
+    """Operands of the recurrence in a part of the key channels."""
+
+    q_CK: jax.Array  # normalised and scaled
+    k_CK: jax.Array
+    g_CK: jax.Array  # log-decay, base 2
+
+
+def valid_and_beta(plan: Plan, x: Tokens) -> tuple[jax.Array | None, jax.Array]:
+    valid_C1 = None
+    if x.lengths is not None:
+        row_C1 = jax.lax.broadcasted_iota(jnp.int32, (plan.num_rows, 1), 0)
+        valid_C1 = pl.program_id(1) * plan.num_rows + row_C1 < x.lengths[...].reshape(1, 1)
+    beta_C1 = keep(valid_C1, x.beta[...].astype(plan.wide).reshape(-1, 1))
+    if plan.options.beta_is_logit:
+        beta_C1 = plan.sigmoid(beta_C1)
+    else:
+        # The gradient divides by beta; this is no more than a rounding of what beta multiplies.
+        beta_C1 = jnp.where(jnp.abs(beta_C1) < SMALLEST_BETA, SMALLEST_BETA, beta_C1)
+    return valid_C1, keep(valid_C1, beta_C1)
+
+
+def read_rows(plan: Plan, x: Tokens, rstd: jax.Array | None = None) -> Rows:
+    """rstd: [2, C], if it is known."""
+    valid_C1, beta_C1 = valid_and_beta(plan, x)
+    if not plan.options.use_qk_l2norm:
+        return Rows(None, None, beta_C1, valid_C1)
+    if rstd is not None:
+        return Rows(*(rstd[n, :].reshape(-1, 1) for n in range(2)), beta_C1, valid_C1)
+
+    def squares(part: pl.Slice, sums: tuple) -> tuple:
+        tiles = (keep(valid_C1, r[:, part].astype(plan.wide)) for r in (x.q, x.k))
+        return tuple(
+            total_C1 + jnp.sum(tile_CK * tile_CK, axis=1, keepdims=True)
+            for total_C1, tile_CK in zip(sums, tiles, strict=True)
+        )
+
+    sums = for_parts(x, squares, (jnp.zeros_like(beta_C1),) * 2)
+    rstds = (jax.lax.rsqrt(total_C1 + L2_NORM_EPS) for total_C1 in sums)
+    return Rows(*rstds, beta_C1, valid_C1)
+
+
+def read_channels(plan: Plan, x: Tokens, rows: Rows, part: pl.Slice) -> Channels:
+    q_CK, k_CK = (keep(rows.valid_C1, ref[:, part].astype(plan.wide)) for ref in (x.q, x.k))
+    if rows.q_rstd_C1 is None:
+        q_CK *= plan.options.scale
+    else:
+        q_CK, k_CK = q_CK * (plan.options.scale * rows.q_rstd_C1), k_CK * rows.k_rstd_C1
+    gate = read_gate(plan, x, rows.valid_C1, part)
+    return Channels(q_CK, k_CK, keep(rows.valid_C1, gate.g_CK))
+
+
+class Gate(NamedTuple):
+    g_CK: jax.Array  # log-decay, base 2
+    dg_dz_CK: jax.Array  # of the natural log-decay; z = gate + dt_bias
+    dg_da_log_CK: jax.Array
+
+
+def read_gate(plan: Plan, x: Tokens, valid_C1: jax.Array | None, part: pl.Slice) -> Gate:
+    options = plan.options
+    z_CK = keep(valid_C1, x.gate[:, part].astype(plan.wide)) + x.dt_bias[part].reshape(1, -1)
+    rate_11 = jnp.exp(jnp.minimum(x.a_log[...], MAX_A_LOG)).reshape(1, 1)
+    if options.gate_kind == "bounded":
+        open_CK = plan.sigmoid(rate_11 * z_CK)
+        g_CK = (options.lower_bound * LOG2E) * open_CK
+        dg_dz_CK = (options.lower_bound * rate_11) * (open_CK * (1.0 - open_CK))
+        return Gate(g_CK, dg_dz_CK, dg_dz_CK * z_CK)
+    if options.gate_kind == "softplus":
+        g_CK = -rate_11 * jax.nn.softplus(z_CK)
+        return Gate(LOG2E * g_CK, -rate_11 * plan.sigmoid(z_CK), g_CK)
+    return Gate(LOG2E * z_CK, jnp.ones_like(z_CK), jnp.zeros_like(z_CK))
+
+
+def for_parts(tokens: Tokens, body: Callable[[pl.Slice, Carry], Carry], carry: Carry) -> Carry:
+    """A loop over parts of the key channels, which keeps the tiles of one alive at a time."""
+    key_dim = tokens.q.shape[-1]
+    size = min(PREPARE_PART, key_dim)
+
+    def step(n: jax.Array, carry: Carry) -> Carry:
+        return body(pl.ds(n * size, size), carry)
+
+    return jax.lax.fori_loop(0, key_dim // size, step, carry)
+
+
+class Cuts(NamedTuple):
+    """Where documents start inside a chunk."""
+
+    together_CC: jax.Array  # the two rows are of one document
+    enters_C1: jax.Array  # the row continues the document of the token before the chunk
+    leaves_C1: jax.Array  # the row is of the document of the chunk's last row
+    passes_11: jax.Array  # one document spans the chunk and the token before it
+
+
+def read_cuts(tokens: Tokens) -> Cuts | None:
+    if tokens.segment is None:
+        return None
+    segment_C = tokens.segment[...]
+    before_11 = tokens.before[...].reshape(1, 1)
+    last_11 = jnp.max(segment_C, axis=0, keepdims=True).reshape(1, 1)  # they never decrease
+    segment_C1, segment_1C = segment_C.reshape(-1, 1), segment_C.reshape(1, -1)
+    return Cuts(
+        segment_C1 == segment_1C,
+        segment_C1 == before_11,
+        segment_C1 == last_11,
+        before_11 == last_11,
+    )
+
+
+def keep(mask: jax.Array | None, x: jax.Array) -> jax.Array:
+    return x if mask is None else jnp.where(mask, x, 0.0)

@@ -1,0 +1,134 @@
+"""What only the Triton kernels promise: that they lower for a GPU, and what they are made of."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh
+
+from kernels.kda import chunk, pallas_triton
+from kernels.kda.operands import KdaInputs, KdaOptions
+from kernels.kda.triton.plan import Plan
+from tests.kernels.kda_cases import PER_TOKEN, cotangents, evaluate, first_tokens, random_inputs
+
+KERNELS = ("prepare", "scan", "prepare_again", "reverse", "solve_vjp", "grads")
+
+CASES = {
+    "bfloat16": {},
+    "float32": {"dtype": jnp.float32},
+    "softplus": {"gate_kind": "softplus"},
+    "no_promise": {"gate_kind": "log_decay", "lower_bound": None},
+    "documents": {"segments": True, "lengths": True, "group": 2},
+    "wide_heads": {"key_dim": 256, "value_dim": 256, "use_qk_l2norm": False},
+}
+
+
+def lower_for_cuda(
+    dtype=jnp.bfloat16,
+    key_dim=128,
+    value_dim=128,
+    group=1,
+    segments=False,
+    lengths=False,
+    gate_kind="bounded",
+    lower_bound=-5.0,
+    use_qk_l2norm=True,
+):
+    """The lowered text of outputs and gradients, with no GPU at hand."""
+    options = KdaOptions(gate_kind, lower_bound, True, use_qk_l2norm, 0.1, 64)
+    plan = Plan(options, 64, group, jnp.dtype(dtype), jnp.dtype(jnp.float32), interpret=False)
+    batch, num_tokens, num_heads = 2, 128, 2 * group
+
+    def x(*dims, dtype=dtype):
+        return jax.ShapeDtypeStruct((batch, *dims), dtype)
+
+    inputs = KdaInputs(
+        x(num_tokens, 2, key_dim),
+        x(num_tokens, 2, key_dim),
+        x(num_tokens, num_heads, value_dim),
+        x(num_tokens, num_heads, key_dim),
+        x(num_tokens, num_heads),
+        None,
+        None,
+        x(num_heads, key_dim, value_dim, dtype=jnp.float32),
+        x(num_tokens, dtype=jnp.int32) if segments else None,
+        x(dtype=jnp.int32) if lengths else None,
+    )
+
+    def run(inputs, do, d_state):
+        outputs, vjp = jax.vjp(lambda inputs: pallas_triton._kda(plan, inputs), inputs)
+        return outputs, vjp((do, d_state))
+
+    traced = jax.jit(run).trace(inputs, inputs.v_BTHV, inputs.initial_state_BHKV)
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def on_abstract_gpu(function):
+    """From jax 0.11 on, Triton lowering asks for a device; an abstract one will do."""
+    if jax.__version_info__ < (0, 11):
+        return function()
+    from jax.sharding import AbstractDevice
+
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
+        return function()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("case", CASES)
+def test_every_kernel_lowers_for_cuda(case):
+    text = on_abstract_gpu(lambda: lower_for_cuda(**CASES[case]))
+    for kernel in KERNELS:
+        assert f'name = "kda_{kernel}"' in text, kernel
+
+
+@pytest.mark.parametrize("log_tile", [0, 4, 5])
+def test_splits_cover_every_pair_once_and_look_back_only(log_tile):
+    num_rows = 64
+    masks = chunk.masks(num_rows, log_tile)
+    np.testing.assert_array_equal(masks.pairs.sum(axis=0), np.tri(num_rows, k=-1))
+    through, behind = masks.spans[-2:]
+    np.testing.assert_array_equal(through, np.tri(num_rows))
+    np.testing.assert_array_equal(behind, ~np.tri(num_rows, dtype=bool))
+    for span, pairs in zip(masks.spans, masks.pairs, strict=False):
+        rows, columns = np.nonzero(pairs)
+        # What the row sums lies behind the column and not behind the row, and likewise for the
+        # column: together, exactly the rows in between (halvings), or their difference (tiles).
+        for i, j in zip(rows, columns, strict=True):
+            between = (np.arange(num_rows) > j) & (np.arange(num_rows) <= i)
+            joined = span[i] ^ span[j]
+            np.testing.assert_array_equal(joined, between)
+            assert not span[i, i + 1 :].any()
+
+
+@pytest.mark.parametrize("length", [1, 17, 31, 32, 33, 64])
+def test_no_future_token_reaches_the_past_in_bfloat16(length):
+    """Tiles of 32 rows, which only bfloat16 takes: bit for bit, saturated gates included."""
+    inputs, other = (random_inputs(1, 80, 1, 1, 16, 16, seed=seed) for seed in range(2))
+    other["gate"] = 1e4 * np.sign(other["gate"])
+    changed = inputs | {
+        name: np.concatenate([inputs[name][:, :length], other[name][:, length:]], axis=1)
+        for name in PER_TOKEN
+    }
+    do, d_state = cotangents(inputs)
+    do[:, length:] = 0
+    want, got = (
+        first_tokens(evaluate("pallas_triton", x, jnp.bfloat16, (do, 0 * d_state)), length)
+        for x in (inputs, changed)
+    )
+    for name in want.keys() - {"final_state"}:
+        np.testing.assert_array_equal(got[name], want[name], err_msg=name)
+
+
+@pytest.mark.parametrize("noise, beta", [(0.05, 0.98), (0.0, 1.0), (0.02, 1.9)])
+def test_inverse_of_collinear_keys(noise, beta):
+    rng = np.random.default_rng(0)
+    keys = 1 + noise * rng.normal(size=(64, 32))
+    keys /= np.linalg.norm(keys, axis=1, keepdims=True)
+    lower = np.tril(beta * keys @ keys.T, k=-1)
+    got = jax.jit(
+        lambda x: chunk.unit_lower_inverse(
+            x, lambda a, b, precise: jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+        )
+    )(lower.astype(np.float32))
+    np.testing.assert_allclose(got, np.linalg.inv(np.eye(64) + lower), atol=1e-4)
