@@ -206,7 +206,11 @@ def installed(module: str) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--peers", action="store_true", help="also fla-core and jax-linear-attention"
+        "--peers",
+        nargs="*",
+        choices=("fla", "jla"),
+        default=(),
+        help="beside fla-core (its autotuner takes minutes a shape) or jax-linear-attention",
     )
     parser.add_argument("--json", help="file for the figures")
     parser.add_argument("--shapes", type=int, default=len(SHAPES), help="only the first so many")
@@ -218,9 +222,9 @@ def main() -> None:
         print(peak_growth(options.memory_of, SHAPES[0]))
         return
     jax_makers = makers()
-    if not (options.peers and installed("jla.ops.mosaic_gpu.kda")):
+    if not ("jla" in options.peers and installed("jla.ops.mosaic_gpu.kda")):
         del jax_makers["jla"]
-    has_fla = options.peers and installed("fla.ops.kda")
+    has_fla = "fla" in options.peers and installed("fla.ops.kda")
 
     def steps(arrays: list[jax.Array], backward: bool, graph: bool = True) -> dict[str, Step]:
         made = {n: jax_step(f, arrays, backward) for n, f in jax_makers.items()}
