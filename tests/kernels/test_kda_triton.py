@@ -120,6 +120,18 @@ def test_no_future_token_reaches_the_past_in_bfloat16(length):
         np.testing.assert_array_equal(got[name], want[name], err_msg=name)
 
 
+def test_gradients_of_large_cotangents_under_saturated_gates():
+    """The factors reach far into the exponent range; products with cotangents stay inside."""
+    inputs = random_inputs(1, 64, 1, 1, 16, 16) | {"gate": np.full((1, 64, 1, 16), 1e4)}
+    do, d_state = cotangents(inputs)
+    small = evaluate("pallas_triton", inputs, jnp.bfloat16, (do, d_state))
+    large = evaluate("pallas_triton", inputs, jnp.bfloat16, (do * 2.0**30, d_state * 2.0**30))
+    for name in ("dq", "dk", "dv", "dbeta"):
+        np.testing.assert_array_equal(
+            large[name].astype(np.float32), small[name].astype(np.float32) * 2.0**30, err_msg=name
+        )
+
+
 @pytest.mark.parametrize("noise, beta", [(0.05, 0.98), (0.0, 1.0), (0.02, 1.9)])
 def test_inverse_of_collinear_keys(noise, beta):
     rng = np.random.default_rng(0)

@@ -40,6 +40,7 @@ class Plan:
     narrow: jnp.dtype  # of the products' operands: bfloat16 for bfloat16 inputs, else wide
     wide: jnp.dtype  # float32; float64 only in interpret mode
     interpret: bool
+    most_log_tile: int = 5
 
     @property
     def log_tile(self) -> int:
@@ -47,11 +48,11 @@ class Plan:
         options = self.options
         if options.tile_bound is None:
             return 0
-        # 32 rows at -5 fill float32's exponents so far that q and k must not exceed 1, and that
-        # small values lose bits, which only bfloat16 can spare.
+        # 32 rows at -5 fill float32's exponents so far that what they multiply must not exceed 1,
+        # and that small values lose bits, which only bfloat16 can spare.
         small = options.use_qk_l2norm and self.narrow == jnp.bfloat16
         log_tile = 5 if small and options.tile_bound >= -5.0 else 4
-        return min(log_tile, self.num_rows.bit_length() - 1)
+        return min(log_tile, self.most_log_tile, self.num_rows.bit_length() - 1)
 
     def dot(
         self,
