@@ -233,4 +233,4 @@ def test_errors_do_not_grow_with_time(implementation):
         }
 
     short, long = root_mean_square_errors(1024), root_mean_square_errors(16384)
-    assert all(long[name] <= 1.5 * short[name] and long[name] < 1e-6 for name in short), long
+    assert all(long[name] <= 1.5 * short[name] and long[name] < 2e-6 for name in short), long

@@ -66,7 +66,7 @@ def test_two_processes_save_and_one_resumes(tmp_path):
     for _ in range(5):
         batch = next(uninterrupted)
     checkpoints = Checkpoints(tmp_path)
-    restored = checkpoints.restore_latest({"inputs": jnp.zeros((4, 256), jnp.int32)})
+    restored = checkpoints.restore_latest({"inputs": jnp.zeros((4, 256), jnp.int32)}, {})
     checkpoints.close()
     np.testing.assert_array_equal(restored.state["inputs"], batch.inputs)
     resumed = TrainBatches(config, source, ByteTokenizer())
