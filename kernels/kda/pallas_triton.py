@@ -26,7 +26,7 @@ import jax.numpy as jnp
 
 from kernels.kda import chunk
 from kernels.kda.operands import KdaInputs, KdaOptions, valid_tokens
-from kernels.kda.triton.backward import Chain, grads, reverse, solve_vjp
+from kernels.kda.triton.backward import Chain, ValueSide, grads, reverse, solve_vjp
 from kernels.kda.triton.forward import prepare, scan
 from kernels.kda.triton.plan import Plan, Tokens
 from kernels.numerics import vary_together
@@ -161,9 +161,8 @@ def _backward(plan: Plan, residuals: tuple, cotangents: tuple) -> tuple:
     state_XKV = _chains(inputs.initial_state_BHKV)
     scanned = scan(plan, prepared, None, state_XKV, keep_states=plan.narrow, keep_v_new=True)
     reversed_ = reverse(plan, prepared, p, _chunked(plan, do_BTHV), _chains(d_state_BHKV))
-    solve, dv_BTHV = solve_vjp(
-        plan, tokens, inverse, o_BTHV, do_BTHV, scanned.v_new, reversed_.dv_new
-    )
+    values = ValueSide(inverse, o_BTHV, do_BTHV, scanned.v_new, reversed_.dv_new)
+    solve, dv_BTHV = solve_vjp(plan, tokens, values)
     chain = Chain(
         do_BTHV, dv_BTHV, scanned.states, reversed_.d_leaving, scanned.v_new, prepared.rstd
     )

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from kernels.kda import chunk
-from kernels.kda.triton.forward import Prepared, scan_params, state_tile, value_tile
+from kernels.kda.triton.forward import Prepared, scan_params, state_tiles
 from kernels.kda.triton.plan import (
     Plan,
     Rows,
@@ -69,27 +69,34 @@ def reverse(
     plan: Plan, prepared: Prepared, p: jax.Array, do: jax.Array, d_state_XKV: jax.Array
 ) -> Reversed:
     """Carries the state's gradient back over the chunks; do: [B, N, C, H, V]."""
-    chains, num_chunks, rows, key_dim = prepared.w.shape
-    value_dim = d_state_XKV.shape[-1]
-    tile = value_tile(plan, chains, value_dim)
-    states_shape = (chains, num_chunks, key_dim, value_dim)
-    state_spec = state_tile(key_dim, tile)
+    chains, _, value_dim = d_state_XKV.shape
+    tiles = state_tiles(plan, prepared, value_dim)
     out_shape = Reversed(
         jax.ShapeDtypeStruct(d_state_XKV.shape, plan.wide),
-        jax.ShapeDtypeStruct(states_shape, plan.narrow),
-        jax.ShapeDtypeStruct((chains, num_chunks, rows, value_dim), plan.narrow),
+        jax.ShapeDtypeStruct(tiles.states_shape, plan.narrow),
+        jax.ShapeDtypeStruct(prepared.u.shape, plan.narrow),
     )
     whole = jax.tree.map(lambda _: pl.BlockSpec(), (prepared, p, do))
     return pl.pallas_call(
         partial(_reverse_kernel, plan),
-        grid=(value_dim // tile, chains),
-        in_specs=(*whole, state_spec),
-        out_specs=(Reversed(state_spec, pl.BlockSpec(), pl.BlockSpec()),),
+        grid=(value_dim // tiles.columns, chains),
+        in_specs=(*whole, tiles.spec),
+        out_specs=(Reversed(tiles.spec, pl.BlockSpec(), pl.BlockSpec()),),
         out_shape=varying_like(prepared.w, (out_shape,)),
-        compiler_params=scan_params(plan, key_dim, tile),
+        compiler_params=scan_params(plan, tiles),
         interpret=plan.interpret,
         name="kda_reverse",
     )(prepared, p, do, d_state_XKV)[0]
+
+
+class ValueSide(NamedTuple):
+    """What `solve_vjp` reads, [X, N, ...] but o and do [B, T, H, V]."""
+
+    inverse: jax.Array
+    o: jax.Array
+    do: jax.Array
+    v_new: jax.Array
+    dv_new: jax.Array
 
 
 class Solve(NamedTuple):
@@ -103,22 +110,12 @@ class Solve(NamedTuple):
     dbeta: jax.Array  # [C]: of the logit, if beta is one
 
 
-def _solve_kernel(
-    plan: Plan,
-    tokens: Tokens,
-    inverse: jax.Array,
-    o: jax.Array,
-    do: jax.Array,
-    v_new: jax.Array,
-    dv_new: jax.Array,
-    out: Solve,
-    dv: jax.Array,
-) -> None:
+def _solve_kernel(plan: Plan, tokens: Tokens, x: ValueSide, out: Solve, dv: jax.Array) -> None:
     cuts, dot, narrow, wide = read_cuts(tokens), plan.dot, plan.narrow, plan.wide
     valid_C1, beta_C1 = valid_and_beta(plan, tokens)
     # R of the module's algebra, the gradient of beta v - (beta k exp(G)) S.
-    r_CV = dot(inverse[...], dv_new[...], a_columns=True)
-    v_new_CV = v_new[...]
+    r_CV = dot(x.inverse[...], x.dv_new[...], a_columns=True)
+    v_new_CV = x.v_new[...]
     # Every term of <k, dk> and of dbeta is one of R and v_new, because P, L and both states are
     # linear or bilinear in k and (I + L) v_new = beta v - (beta k exp(G)) S.
     along_C = jnp.sum(r_CV * v_new_CV.astype(wide), axis=1)
@@ -130,8 +127,8 @@ def _solve_kernel(
     out.along[1, :] = 2.0 * along_C - jnp.sum(dv_CV * v_CV, axis=1)
     dv_CV = dv_CV.astype(narrow)
     dv[...] = dv_CV.astype(dv.dtype)
-    do_CV = keep(valid_C1, do[...].astype(wide))
-    out.along[0, :] = jnp.sum(do_CV * o[...].astype(wide), axis=1)  # o is linear in q
+    do_CV = keep(valid_C1, x.do[...].astype(wide))
+    out.along[0, :] = jnp.sum(do_CV * x.o[...].astype(wide), axis=1)  # o is linear in q
     together_CC = cuts and cuts.together_CC
     dp_CC = dot(do_CV.astype(narrow), v_new_CV, b_rows=True)
     out.d_own[...] = chunk.diagonal(dp_CC).reshape(-1)
@@ -144,15 +141,7 @@ def _solve_kernel(
         out.dp[n, :, :], out.dl[n, :, :] = cut
 
 
-def solve_vjp(
-    plan: Plan,
-    tokens: Tokens,
-    inverse: jax.Array,
-    o: jax.Array,
-    do: jax.Array,
-    v_new: jax.Array,
-    dv_new: jax.Array,
-) -> tuple[Solve, jax.Array]:
+def solve_vjp(plan: Plan, tokens: Tokens, x: ValueSide) -> tuple[Solve, jax.Array]:
     """The value side of the chunks' gradients; also dv [B, T, H, V]."""
     batch, num_tokens, num_heads, value_dim = tokens.v.shape
     rows = plan.num_rows
@@ -167,11 +156,7 @@ def solve_vjp(
         grid=(num_heads, chunks[1], batch),
         in_specs=(
             token_specs(plan, tokens),
-            spec(rows, rows),
-            values,
-            values,
-            spec(rows, value_dim),
-            spec(rows, value_dim),
+            ValueSide(spec(rows, rows), values, values, *[spec(rows, value_dim)] * 2),
         ),
         out_specs=(Solve(*(spec(*d) for d in dims)), values),
         out_shape=varying_like(
@@ -184,7 +169,7 @@ def solve_vjp(
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
         interpret=plan.interpret,
         name="kda_solve_vjp",
-    )(tokens, inverse, o, do, v_new, dv_new)
+    )(tokens, x)
 
 
 class Chain(NamedTuple):

@@ -156,8 +156,20 @@ def _scan_kernel(
     out.state[...] = jax.lax.fori_loop(0, num_chunks, step, state_in[...])
 
 
-def state_tile(key_dim: int, tile: int) -> pl.BlockSpec:
-    return pl.BlockSpec((None, key_dim, tile), lambda v, x: (x, 0, v))
+class StateTiles(NamedTuple):
+    """How the programs of a scan share the state's columns."""
+
+    columns: int
+    spec: pl.BlockSpec  # of one state, for the grid (V / columns, X)
+    states_shape: tuple[int, ...]  # [X, N, K, V]
+
+
+def state_tiles(plan: Plan, prepared: Prepared, value_dim: int) -> StateTiles:
+    """Fewer columns to a program where the chains are few."""
+    chains, num_chunks, _, key_dim = prepared.w.shape
+    columns = min(32 if plan.narrow.itemsize > 2 or chains <= 32 else 64, value_dim)
+    spec = pl.BlockSpec((None, key_dim, columns), lambda v, x: (x, 0, v))
+    return StateTiles(columns, spec, (chains, num_chunks, key_dim, value_dim))
 
 
 def scan(
@@ -171,40 +183,34 @@ def scan(
     keep_v_new: bool = False,
 ) -> Scanned:
     """Carries the state over the chunks. o, p: the output's type and the scores, to get it."""
-    chains, num_chunks, _, key_dim = prepared.w.shape
-    value_dim = state_XKV.shape[-1]
-    tile = value_tile(plan, chains, value_dim)
-    states_shape = (chains, num_chunks, key_dim, value_dim)
-    state_spec = state_tile(key_dim, tile)
+    chains, _, value_dim = state_XKV.shape
+    tiles = state_tiles(plan, prepared, value_dim)
     out_shape = Scanned(
         o=o,
         state=jax.ShapeDtypeStruct(state_XKV.shape, plan.wide),
-        states=None if keep_states is None else jax.ShapeDtypeStruct(states_shape, keep_states),
+        states=None
+        if keep_states is None
+        else jax.ShapeDtypeStruct(tiles.states_shape, keep_states),
         v_new=jax.ShapeDtypeStruct(prepared.u.shape, plan.narrow) if keep_v_new else None,
     )
     whole = jax.tree.map(lambda _: pl.BlockSpec(), (prepared, p))
     return pl.pallas_call(
         partial(_scan_kernel, plan),
-        grid=(value_dim // tile, chains),
-        in_specs=(*whole, state_spec),
-        out_specs=(jax.tree.map(lambda _: pl.BlockSpec(), out_shape)._replace(state=state_spec),),
+        grid=(value_dim // tiles.columns, chains),
+        in_specs=(*whole, tiles.spec),
+        out_specs=(jax.tree.map(lambda _: pl.BlockSpec(), out_shape)._replace(state=tiles.spec),),
         out_shape=varying_like(prepared.w, (out_shape,)),
         # Without outputs two programs share a multiprocessor, if they take no more.
-        compiler_params=scan_params(plan, key_dim, tile, most=2 if o is None else 3),
+        compiler_params=scan_params(plan, tiles, most=2 if o is None else 3),
         interpret=plan.interpret,
         name="kda_scan",
     )(prepared, p, state_XKV)[0]
 
 
-def value_tile(plan: Plan, chains: int, value_dim: int) -> int:
-    """Columns of the state that a program of a scan carries; fewer where the chains are few."""
-    wide = 32 if plan.narrow.itemsize > 2 or chains <= 32 else 64
-    return min(wide, value_dim)
-
-
-def scan_params(plan: Plan, key_dim: int, tile: int, most: int = 3) -> plt.CompilerParams:
+def scan_params(plan: Plan, tiles: StateTiles, most: int = 3) -> plt.CompilerParams:
     """As many chunks in flight, up to `most`, as shared memory holds (227 KiB on Hopper)."""
     rows, itemsize = plan.num_rows, plan.narrow.itemsize
+    key_dim, tile = tiles.states_shape[2], tiles.columns
     chunk_bytes = (3 * rows * key_dim + rows * tile + rows * rows) * itemsize
     scratch_bytes = (key_dim + rows) * tile * itemsize
     stages = (227 * 1024 - scratch_bytes) // chunk_bytes
