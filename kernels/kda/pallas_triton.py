@@ -45,7 +45,8 @@ def unsupported_by_triton(inputs: KdaInputs) -> str | None:
 def kda_pallas_triton(inputs: KdaInputs, options: KdaOptions) -> tuple[jax.Array, jax.Array]:
     """Returns o [B, T, H, V] in v's dtype and the final state [B, H, K, V].
 
-    chunk_size is rounded down to 16, 32 or 64. Source: Kimi Linear (arXiv 2510.26692), Eq. 3-9.
+    The chunk has 64 rows, or 32 if chunk_size is below 64. Source: Kimi Linear (arXiv 2510.26692),
+    Eq. 3-9.
     Raises NotImplementedError for what the compiled kernels do not serve.
     """
     _, num_tokens, num_heads, value_dim = inputs.v_BTHV.shape
@@ -60,7 +61,7 @@ def kda_pallas_triton(inputs: KdaInputs, options: KdaOptions) -> tuple[jax.Array
     all_narrow = all(x.dtype == jnp.bfloat16 for x in inputs[:3])
     plan = Plan(
         options=options,
-        num_rows=min(64, 1 << (options.chunk_size.bit_length() - 1)),
+        num_rows=64 if options.chunk_size >= 64 else 32,
         group=num_heads // inputs.q_BTQK.shape[2],
         narrow=jnp.dtype(jnp.bfloat16) if all_narrow else wide,
         wide=wide,
@@ -106,7 +107,8 @@ def _pad(inputs: KdaInputs, rows: int) -> KdaInputs:
     )
 
 
-def _tokens(plan: Plan, inputs: KdaInputs) -> Tokens:
+def _tokens(plan: Plan, inputs: KdaInputs, num_rows: int) -> Tokens:
+    """num_rows: of the masks."""
     num_heads, key_dim = inputs.v_BTHV.shape[2], inputs.q_BTQK.shape[-1]
     a_log_H, dt_bias_HK, segment_BT = inputs.a_log_H, inputs.dt_bias_HK, inputs.segment_BT
     before_BN = None
@@ -114,7 +116,7 @@ def _tokens(plan: Plan, inputs: KdaInputs) -> Tokens:
         # Before the first token lies the first segment, which the initial state belongs to.
         lasts_BN = segment_BT[:, plan.num_rows - 1 :: plan.num_rows]
         before_BN = jnp.pad(lasts_BN[:, :-1], ((0, 0), (1, 0)))
-    masks = plan.masks()
+    masks = plan.masks(num_rows)
     _, *masks = vary_together(inputs.q_BTQK, *masks)
     return Tokens(
         *inputs[:5],
@@ -143,26 +145,43 @@ def _kda(plan: Plan, inputs: KdaInputs) -> tuple[jax.Array, jax.Array]:
 
 
 def _forward(plan: Plan, inputs: KdaInputs) -> tuple:
-    prepared, solved = prepare(plan, _tokens(plan, inputs), None)
+    prepared, solved = prepare(plan, _tokens(plan, inputs, plan.half), solves=True)
     v_BTHV, state_BHKV = inputs.v_BTHV, inputs.initial_state_BHKV
-    o = jax.ShapeDtypeStruct(_chunked(plan, v_BTHV).shape, v_BTHV.dtype)
-    scanned = scan(plan, prepared, solved.p, _chains(state_BHKV), o=o)
+    scanned = scan(
+        plan,
+        prepared,
+        solved,
+        _chunked(plan, v_BTHV),
+        inputs.lengths_B,
+        _chains(state_BHKV),
+        o=v_BTHV.dtype,
+    )
     o_BTHV = scanned.o.reshape(v_BTHV.shape)
     state_BHKV = scanned.state.reshape(state_BHKV.shape)
     return (o_BTHV, state_BHKV), (inputs, solved, o_BTHV)
 
 
 def _backward(plan: Plan, residuals: tuple, cotangents: tuple) -> tuple:
-    inputs, (p, inverse), o_BTHV = residuals
+    inputs, solved, o_BTHV = residuals
     do_BTHV, d_state_BHKV = cotangents
     plan = dataclasses.replace(plan, most_log_tile=4)  # nothing bounds a cotangent
-    tokens = _tokens(plan, inputs)
-    prepared, _ = prepare(plan, tokens, inverse)
-    state_XKV = _chains(inputs.initial_state_BHKV)
-    scanned = scan(plan, prepared, None, state_XKV, keep_states=plan.narrow, keep_v_new=True)
-    reversed_ = reverse(plan, prepared, p, _chunked(plan, do_BTHV), _chains(d_state_BHKV))
-    values = ValueSide(inverse, o_BTHV, do_BTHV, scanned.v_new, reversed_.dv_new)
-    solve, dv_BTHV = solve_vjp(plan, tokens, values)
+    tokens, lengths_B = _tokens(plan, inputs, plan.num_rows), inputs.lengths_B
+    prepared, _ = prepare(plan, _tokens(plan, inputs, plan.half), solves=False)
+    scanned = scan(
+        plan,
+        prepared,
+        solved,
+        _chunked(plan, inputs.v_BTHV),
+        lengths_B,
+        _chains(inputs.initial_state_BHKV),
+        keep_states=plan.narrow,
+        keep_v_new=True,
+    )
+    reversed_ = reverse(
+        plan, prepared, solved, _chunked(plan, do_BTHV), lengths_B, _chains(d_state_BHKV)
+    )
+    dv_BTHV = reversed_.dv.reshape(do_BTHV.shape)
+    solve = solve_vjp(plan, tokens, ValueSide(o_BTHV, do_BTHV, dv_BTHV, scanned.v_new))
     chain = Chain(
         do_BTHV, dv_BTHV, scanned.states, reversed_.d_leaving, scanned.v_new, prepared.rstd
     )
@@ -173,7 +192,7 @@ def _backward(plan: Plan, residuals: tuple, cotangents: tuple) -> tuple:
     d_inputs = KdaInputs(
         q_BTQK=_sum_group(plan, d.q).astype(inputs.q_BTQK.dtype),
         k_BTQK=_sum_group(plan, d.k).astype(inputs.k_BTQK.dtype),
-        v_BTHV=dv_BTHV,
+        v_BTHV=dv_BTHV.astype(inputs.v_BTHV.dtype),
         gate_BTHK=d.gate,
         beta_BTH=_beta_vjp(inputs, solve.dbeta),
         a_log_H=None if inputs.a_log_H is None else jnp.sum(params_H2K[:, 1], axis=-1),

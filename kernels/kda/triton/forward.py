@@ -1,7 +1,7 @@
 """Forward kernels of KDA on the Triton backend: `prepare` and `scan`.
 
-Letters: B batch, T time, H value heads, K key dim, V value dim, N chunks, C chunk rows, X chains
-(B x H).
+Letters: B batch, T time, H value heads, K key dim, V value dim, N chunks, C chunk rows, R rows of
+half a chunk, X chains (B x H).
 """
 
 from functools import partial
@@ -13,15 +13,21 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from kernels.kda import chunk
+from kernels.kda.triton.inverse import unit_lower_inverse
 from kernels.kda.triton.plan import (
+    PREPARE_PART,
     Plan,
+    Rows,
     Tokens,
+    activate_beta,
     chunk_spec,
     for_parts,
+    half_rows,
     keep,
     read_channels,
     read_cuts,
     read_rows,
+    together,
     token_specs,
     varying_like,
 )
@@ -30,8 +36,7 @@ from kernels.kda.triton.plan import (
 class Prepared(NamedTuple):
     """What the state meets in every chunk, all [X, N, ...]."""
 
-    w: jax.Array  # [C, K]
-    u: jax.Array  # [C, V]
+    k_enter: jax.Array  # k exp(G), [C, K]
     q_enter: jax.Array  # q exp(G), [C, K]
     k_leave: jax.Array  # k exp(G_C - G), [C, K]
     total: jax.Array  # [K], wide
@@ -39,57 +44,119 @@ class Prepared(NamedTuple):
 
 
 class Solved(NamedTuple):
-    p: jax.Array  # [X, N, C, C]
-    inverse: jax.Array  # [X, N, C, C]
+    p: jax.Array  # [X, N, C, C]: decayed scores of q on k
+    # [X, N, C, C]: (I + L)^-1 diag(beta), so that v_new = solve (v - k_enter S).
+    solve: jax.Array
+
+
+class Halves(NamedTuple):
+    """Blocks [R, R] of a strictly or unit lower triangular tile [C, C]."""
+
+    first: jax.Array
+    across: jax.Array  # rows of the second half, columns of the first
+    second: jax.Array
+
+
+BLOCKS = Halves((0, 0), (1, 0), (1, 1))  # the halves of rows and columns
 
 
 def _prepare_kernel(
-    plan: Plan, tokens: Tokens, inverse: jax.Array | None, out: Prepared, solved: Solved | None
+    plan: Plan, tokens: Tokens, out: Prepared, solved: Solved | None, scratch: jax.Array | None
 ) -> None:
-    rows, cuts, narrow = read_rows(plan, tokens), read_cuts(tokens), plan.narrow
-    solves = inverse is None
+    halves = tuple(read_rows(plan, tokens, half_rows(plan, half)) for half in range(2))
     if out.rstd is not None:
-        for n, rstd_C1 in enumerate((rows.q_rstd_C1, rows.k_rstd_C1)):
-            out.rstd[n, :] = rstd_C1.reshape(-1)
-    zeros_CC = jnp.zeros((plan.num_rows, plan.num_rows), plan.wide)
+        for rows in halves:
+            for n, rstd_R1 in enumerate((rows.q_rstd_R1, rows.k_rstd_R1)):
+                out.rstd[n, rows.rows] = rstd_R1.reshape(-1)
+    zeros = Halves(*[jnp.zeros((plan.half, plan.half), plan.wide)] * 3)
 
-    def keys(part: pl.Slice, carry: tuple) -> tuple:
-        x = read_channels(plan, tokens, rows, part)
-        decays = plan.decays(x.g_CK, tokens.masks)
-        out.total[part] = keep(cuts and cuts.passes_11, decays.total()).reshape(-1)
-        from_start_CK = keep(cuts and cuts.enters_C1, decays.from_start())
-        out.q_enter[:, part] = (x.q_CK * from_start_CK).astype(narrow)
-        out.w[:, part] = (rows.beta_C1 * x.k_CK * from_start_CK).astype(narrow)
-        to_end_CK = keep(cuts and cuts.leaves_C1, decays.to_end())
-        out.k_leave[:, part] = (x.k_CK * to_end_CK).astype(narrow)
-        return chunk.scores(carry, x.q_CK, x.k_CK, decays, narrow, plan.dot) if solves else carry
+    def keys(part: pl.Slice, scores: tuple[Halves, Halves]) -> tuple[Halves, Halves]:
+        return _prepare_keys(plan, tokens, halves, part, out, None if solved is None else scores)
 
-    p_CC, l_CC = for_parts(tokens, keys, (zeros_CC, zeros_CC))
-    if solves:
-        together_CC = cuts and cuts.together_CC
-        solved.p[...] = keep(together_CC, p_CC).astype(narrow)
-        l_CC = keep(together_CC, rows.beta_C1 * l_CC)
-        inverse_CC = chunk.unit_lower_inverse(l_CC, plan.dot).astype(narrow)
-        solved.inverse[...] = inverse_CC
-    else:
-        inverse_CC = inverse[...]
-    vb_CV = rows.beta_C1 * keep(rows.valid_C1, tokens.v[...].astype(plan.wide))
-    out.u[...] = plan.dot(inverse_CC, vb_CV.astype(narrow)).astype(narrow)
-
-    def solve(part: pl.Slice, carry: tuple) -> tuple:
-        out.w[:, part] = plan.dot(inverse_CC, out.w[:, part]).astype(narrow)
-        return carry
-
-    if not plan.interpret:
-        plt.debug_barrier()  # out.w may be read by other threads than wrote it
-    for_parts(tokens, solve, ())
+    size = PREPARE_PART
+    scores = (zeros, zeros) if solved is not None else ()
+    scores = for_parts(tokens.q.shape[-1], size, keys, scores)
+    if solved is not None:
+        _solve(plan, tokens, halves, scores, solved, scratch)
 
 
-def prepare(
-    plan: Plan, tokens: Tokens, inverse: jax.Array | None
-) -> tuple[Prepared, Solved | None]:
-    """Everything about the chunks that does not need the state; inverse: T if it is known."""
-    batch, num_tokens, num_heads, value_dim = tokens.v.shape
+def _prepare_keys(
+    plan: Plan,
+    tokens: Tokens,
+    halves: tuple[Rows, Rows],
+    part: pl.Slice,
+    out: Prepared,
+    scores: tuple[Halves, Halves] | None,
+) -> tuple[Halves, Halves] | tuple[()]:
+    """Writes the factors of a part of the key channels; adds its scores (of q, of k)."""
+    narrow = plan.narrow
+    first, second = halves
+    cuts = [read_cuts(tokens, rows.rows) for rows in halves]
+
+    x = read_channels(plan, tokens, first, part)
+    decays = plan.decays(x.g_RK, tokens.masks)
+    if scores is not None:
+        of_q, of_k = scores
+        firsts = chunk.scores((of_q.first, of_k.first), x.q_RK, x.k_RK, decays, narrow, plan.dot)
+    enter_RK = keep(cuts[0] and cuts[0].enters_R1, decays.from_start())
+    out.q_enter[first.rows, part] = (x.q_RK * enter_RK).astype(narrow)
+    out.k_enter[first.rows, part] = (x.k_RK * enter_RK).astype(narrow)
+    to_border_RK, first_total_1K = x.k_RK * decays.to_end(), decays.total()
+
+    x = read_channels(plan, tokens, second, part)
+    decays = plan.decays(x.g_RK, tokens.masks)
+    if scores is not None:
+        seconds = chunk.scores((of_q.second, of_k.second), x.q_RK, x.k_RK, decays, narrow, plan.dot)
+    total_1K = decays.total()
+    out.total[part] = keep(cuts[0] and cuts[0].passes_11, first_total_1K * total_1K).reshape(-1)
+    leave_RK = keep(cuts[0] and cuts[0].leaves_R1, to_border_RK * total_1K)
+    out.k_leave[first.rows, part] = leave_RK.astype(narrow)
+    from_border_RK = decays.from_start()
+    enter_RK = keep(cuts[1] and cuts[1].enters_R1, from_border_RK * first_total_1K)
+    out.q_enter[second.rows, part] = (x.q_RK * enter_RK).astype(narrow)
+    out.k_enter[second.rows, part] = (x.k_RK * enter_RK).astype(narrow)
+    leave_RK = keep(cuts[1] and cuts[1].leaves_R1, x.k_RK * decays.to_end())
+    out.k_leave[second.rows, part] = leave_RK.astype(narrow)
+    if scores is None:
+        return ()
+    column_RK = to_border_RK.astype(narrow)
+    across_q_RR, across_k_RR = (
+        before_RR + plan.dot((row_RK * from_border_RK).astype(narrow), column_RK, b_rows=True)
+        for before_RR, row_RK in ((of_q.across, x.q_RK), (of_k.across, x.k_RK))
+    )
+    return (
+        Halves(firsts[0], across_q_RR, seconds[0]),
+        Halves(firsts[1], across_k_RR, seconds[1]),
+    )
+
+
+def _solve(
+    plan: Plan,
+    tokens: Tokens,
+    halves: tuple[Rows, Rows],
+    scores: tuple[Halves, Halves],
+    solved: Solved,
+    scratch: jax.Array,
+) -> None:
+    masks = [together(tokens, *(halves[half].rows for half in block)) for block in BLOCKS]
+    p, of_k = (Halves(*map(keep, masks, of)) for of in scores)
+    lower = (halves[row].beta_R1 * x for (row, _), x in zip(BLOCKS, of_k, strict=True))
+    inverse = unit_lower_inverse(plan, Halves(*lower), scratch)
+    zeros = jnp.zeros((plan.half, plan.half), plan.narrow)
+    for out in solved:
+        out[halves[0].rows, halves[1].rows] = zeros
+    for (row, column), p_RR, inverse_RR in zip(BLOCKS, p, inverse, strict=True):
+        rows, columns = halves[row].rows, halves[column].rows
+        valid_R1 = halves[column].valid_R1
+        valid_1R = None if valid_R1 is None else valid_R1.reshape(1, -1)
+        beta_1R = activate_beta(plan, tokens.beta[columns].reshape(1, -1), valid_1R)
+        solved.p[rows, columns] = p_RR.astype(plan.narrow)
+        solved.solve[rows, columns] = (inverse_RR * beta_1R).astype(plan.narrow)
+
+
+def prepare(plan: Plan, tokens: Tokens, *, solves: bool) -> tuple[Prepared, Solved | None]:
+    """Everything about the chunks that does not need the state; on request the scores as well."""
+    batch, num_tokens, num_heads, _ = tokens.v.shape
     key_dim, rows = tokens.q.shape[-1], plan.num_rows
     num_chunks, chains = num_tokens // rows, batch * num_heads
     spec = partial(chunk_spec, num_heads)
@@ -97,121 +164,136 @@ def prepare(
     def shape(*dims: int, dtype: jnp.dtype = plan.narrow) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((chains, num_chunks, *dims), dtype)
 
-    keys, square = (rows, key_dim), (rows, rows)
-    shapes = Prepared(
-        w=shape(*keys),
-        u=shape(rows, value_dim),
-        q_enter=shape(*keys),
-        k_leave=shape(*keys),
-        total=shape(key_dim, dtype=plan.wide),
-        rstd=shape(2, rows, dtype=plan.wide) if plan.options.use_qk_l2norm else None,
+    keys, square = shape(rows, key_dim), shape(rows, rows)
+    shapes = (
+        Prepared(
+            k_enter=keys,
+            q_enter=keys,
+            k_leave=keys,
+            total=shape(key_dim, dtype=plan.wide),
+            rstd=shape(2, rows, dtype=plan.wide) if plan.options.use_qk_l2norm else None,
+        ),
+        Solved(square, square) if solves else None,
+        shape(rows, plan.half, dtype=plan.wide) if solves else None,
     )
-    solves = inverse is None
-    solved_shapes = Solved(shape(*square), shape(*square)) if solves else None
     return pl.pallas_call(
         partial(_prepare_kernel, plan),
         grid=(num_heads, num_chunks, batch),
-        in_specs=(token_specs(plan, tokens), None if solves else spec(*square)),
-        out_specs=(
-            jax.tree.map(lambda x: spec(*x.shape[2:]), shapes),
-            Solved(spec(*square), spec(*square)) if solves else None,
-        ),
-        out_shape=varying_like(tokens.q, (shapes, solved_shapes)),
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=2),
+        in_specs=(token_specs(plan, tokens),),
+        out_specs=jax.tree.map(lambda x: spec(*x.shape[2:]), shapes),
+        out_shape=varying_like(tokens.q, shapes),
+        compiler_params=plt.CompilerParams(num_warps=2, num_stages=2),
         interpret=plan.interpret,
         name="kda_prepare" if solves else "kda_prepare_again",
-    )(tokens, inverse)
+    )(tokens)[:2]
 
 
 class Scanned(NamedTuple):
     o: jax.Array | None  # [B, N, C, H, V]
     state: jax.Array  # [X, K, V]: after the last chunk
-    states: jax.Array | None  # [X, N, K, V]: entering the chunks
-    v_new: jax.Array | None  # [X, N, C, V]
+    states: jax.Array | None  # [X, N, V, K]: entering the chunks
+    v_new: jax.Array | None  # [X, N, V, C]
 
 
 def _scan_kernel(
-    plan: Plan, x: Prepared, p: jax.Array | None, state_in: jax.Array, out: Scanned
+    plan: Plan,
+    x: Prepared,
+    solved: Solved,
+    v: jax.Array,
+    lengths: jax.Array | None,
+    state_in: jax.Array,
+    out: Scanned,
 ) -> None:
+    # The state lies transposed: then it and all that is made from it are first factors, which stay
+    # in registers.
     tile = state_in.shape[-1]
-    columns = pl.ds(pl.program_id(0) * tile, tile)
-    chain, num_chunks = pl.program_id(1), x.w.shape[1]
+    values = pl.ds(pl.program_id(0) * tile, tile)
+    chain, num_chunks, num_heads = pl.program_id(1), x.total.shape[1], v.shape[3]
+    row, head = chain // num_heads, chain % num_heads
+    narrow, wide = plan.narrow, plan.wide
 
-    def step(n: int, state_KV: jax.Array) -> jax.Array:
-        state_narrow_KV = state_KV.astype(plan.narrow)
-        seen_CV = plan.dot(x.w[chain, n], state_narrow_KV)
-        v_new_CV = (x.u[chain, n, :, columns].astype(plan.wide) - seen_CV).astype(plan.narrow)
+    def step(n: int, state_VK: jax.Array) -> jax.Array:
+        # Before anything is written, or it would have to wait for it.
+        total_1K = x.total[chain, n].reshape(1, -1)
+        state_narrow_VK = state_VK.astype(narrow)
         if out.states is not None:
-            out.states[chain, n, :, columns] = state_KV.astype(out.states.dtype)
+            out.states[chain, n, values, :] = state_VK.astype(out.states.dtype)
+        seen_VC = plan.dot(state_narrow_VK, x.k_enter[chain, n], b_rows=True)
+        v_VC = v[row, n, :, head, values].T.astype(wide)
+        v_VC = keep(valid_columns(plan, lengths, row, n), v_VC)
+        missing_VC = (v_VC - seen_VC).astype(narrow)
+        v_new_VC = plan.dot(missing_VC, solved.solve[chain, n], b_rows=True).astype(narrow)
         if out.v_new is not None:
-            out.v_new[chain, n, :, columns] = v_new_CV
+            out.v_new[chain, n, values, :] = v_new_VC
         if out.o is not None:
-            o_CV = plan.dot(x.q_enter[chain, n], state_narrow_KV)
-            o_CV += plan.dot(p[chain, n], v_new_CV)
-            heads = out.o.shape[3]
-            out.o[chain // heads, n, :, chain % heads, columns] = o_CV.astype(out.o.dtype)
-        written_KV = plan.dot(x.k_leave[chain, n], v_new_CV, a_columns=True)
-        return x.total[chain, n].reshape(-1, 1) * state_KV + written_KV
+            o_VC = plan.dot(state_narrow_VK, x.q_enter[chain, n], b_rows=True)
+            o_VC += plan.dot(v_new_VC, solved.p[chain, n], b_rows=True)
+            out.o[row, n, :, head, values] = o_VC.astype(out.o.dtype).T
+        return total_1K * state_VK + plan.dot(v_new_VC, x.k_leave[chain, n])
 
-    out.state[...] = jax.lax.fori_loop(0, num_chunks, step, state_in[...])
+    out.state[...] = jax.lax.fori_loop(0, num_chunks, step, state_in[...].T).T
+
+
+def valid_columns(
+    plan: Plan, lengths: jax.Array | None, row: jax.Array, chunk_number: jax.Array
+) -> jax.Array | None:
+    """[1, C]: which tokens of a chunk lie before the sequence's length."""
+    if lengths is None:
+        return None
+    position_1C = jax.lax.broadcasted_iota(jnp.int32, (1, plan.num_rows), 1)
+    return chunk_number * plan.num_rows + position_1C < lengths[row]
 
 
 class StateTiles(NamedTuple):
-    """How the programs of a scan share the state's columns."""
+    """How the programs of a scan share the state's value channels."""
 
-    columns: int
-    spec: pl.BlockSpec  # of one state, for the grid (V / columns, X)
-    states_shape: tuple[int, ...]  # [X, N, K, V]
+    values: int
+    spec: pl.BlockSpec  # of one state, for the grid (V / values, X)
+    params: plt.CompilerParams
 
 
-def state_tiles(plan: Plan, prepared: Prepared, value_dim: int) -> StateTiles:
-    """Fewer columns to a program where the chains are few."""
-    chains, num_chunks, _, key_dim = prepared.w.shape
-    columns = min(32 if plan.narrow.itemsize > 2 or chains <= 32 else 64, value_dim)
-    spec = pl.BlockSpec((None, key_dim, columns), lambda v, x: (x, 0, v))
-    return StateTiles(columns, spec, (chains, num_chunks, key_dim, value_dim))
+def state_tiles(plan: Plan, key_dim: int, value_dim: int, chains: int) -> StateTiles:
+    values = min(128 if chains >= 96 else 64, value_dim)
+    spec = pl.BlockSpec((None, key_dim, values), lambda v, x: (x, 0, v))
+    params = plt.CompilerParams(num_warps=8 if values == 128 else 4, num_stages=2)
+    return StateTiles(values, spec, params)
 
 
 def scan(
     plan: Plan,
     prepared: Prepared,
-    p: jax.Array | None,
+    solved: Solved,
+    v: jax.Array,
+    lengths: jax.Array | None,
     state_XKV: jax.Array,
     *,
-    o: jax.ShapeDtypeStruct | None = None,
+    o: jnp.dtype | None = None,
     keep_states: jnp.dtype | None = None,
     keep_v_new: bool = False,
 ) -> Scanned:
-    """Carries the state over the chunks. o, p: the output's type and the scores, to get it."""
-    chains, _, value_dim = state_XKV.shape
-    tiles = state_tiles(plan, prepared, value_dim)
+    """Carries the state over the chunks. v: [B, N, C, H, V]; o: the output's dtype, to get it."""
+    chains, key_dim, value_dim = state_XKV.shape
+    num_chunks = v.shape[1]
+    tiles = state_tiles(plan, key_dim, value_dim, chains)
+    chunks = (chains, num_chunks)
+
+    def shape(dtype: jnp.dtype | None, *dims: int) -> jax.ShapeDtypeStruct | None:
+        return None if dtype is None else jax.ShapeDtypeStruct(dims, dtype)
+
     out_shape = Scanned(
-        o=o,
-        state=jax.ShapeDtypeStruct(state_XKV.shape, plan.wide),
-        states=None
-        if keep_states is None
-        else jax.ShapeDtypeStruct(tiles.states_shape, keep_states),
-        v_new=jax.ShapeDtypeStruct(prepared.u.shape, plan.narrow) if keep_v_new else None,
+        o=shape(o, *v.shape),
+        state=shape(plan.wide, *state_XKV.shape),
+        states=shape(keep_states, *chunks, value_dim, key_dim),
+        v_new=shape(plan.narrow if keep_v_new else None, *chunks, value_dim, plan.num_rows),
     )
-    whole = jax.tree.map(lambda _: pl.BlockSpec(), (prepared, p))
+    inputs = (prepared, solved, v, lengths)
     return pl.pallas_call(
         partial(_scan_kernel, plan),
-        grid=(value_dim // tiles.columns, chains),
-        in_specs=(*whole, tiles.spec),
+        grid=(value_dim // tiles.values, chains),
+        in_specs=(*jax.tree.map(lambda _: pl.BlockSpec(), inputs), tiles.spec),
         out_specs=(jax.tree.map(lambda _: pl.BlockSpec(), out_shape)._replace(state=tiles.spec),),
-        out_shape=varying_like(prepared.w, (out_shape,)),
-        # Without outputs two programs share a multiprocessor, if they take no more.
-        compiler_params=scan_params(plan, tiles, most=2 if o is None else 3),
+        out_shape=varying_like(prepared.total, (out_shape,)),
+        compiler_params=tiles.params,
         interpret=plan.interpret,
         name="kda_scan",
-    )(prepared, p, state_XKV)[0]
-
-
-def scan_params(plan: Plan, tiles: StateTiles, most: int = 3) -> plt.CompilerParams:
-    """As many chunks in flight, up to `most`, as shared memory holds (227 KiB on Hopper)."""
-    rows, itemsize = plan.num_rows, plan.narrow.itemsize
-    key_dim, tile = tiles.states_shape[2], tiles.columns
-    chunk_bytes = (3 * rows * key_dim + rows * tile + rows * rows) * itemsize
-    scratch_bytes = (key_dim + rows) * tile * itemsize
-    stages = (227 * 1024 - scratch_bytes) // chunk_bytes
-    return plt.CompilerParams(num_warps=4, num_stages=max(1, min(most, stages)))
+    )(*inputs, state_XKV)[0]

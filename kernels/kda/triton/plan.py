@@ -1,7 +1,7 @@
 """What the Triton kernels of KDA share: products, and a chunk's inputs as they come into a program.
 
-Letters: B batch, T time, H value heads, K key dim, V value dim, N chunks, C chunk rows, X chains
-(B x H).
+Letters: B batch, T time, H value heads, K key dim, V value dim, N chunks, C chunk rows, R rows of
+half a chunk, X chains (B x H).
 """
 
 import math
@@ -24,10 +24,10 @@ _X6 = jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X6
 Carry = TypeVar("Carry")
 Shapes = TypeVar("Shapes")  # a tree of jax.ShapeDtypeStruct
 LOG2E = math.log2(math.e)
-SMALLEST_BETA = 1e-18
+SMALLEST_BETA = 1e-15
 # Key channels of which `prepare` holds tiles at a time: more, and registers spill. Measured on an
 # H200.
-PREPARE_PART = 64
+PREPARE_PART = 32
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,11 @@ class Plan:
     most_log_tile: int = 5
 
     @property
+    def half(self) -> int:
+        """R."""
+        return self.num_rows // 2
+
+    @property
     def log_tile(self) -> int:
         """Size of the tiles whose inner pairs take one product; chunk.Decays."""
         options = self.options
@@ -52,7 +57,7 @@ class Plan:
         # and that small values lose bits, which only bfloat16 can spare.
         small = options.use_qk_l2norm and self.narrow == jnp.bfloat16
         log_tile = 5 if small and options.tile_bound >= -5.0 else 4
-        return min(log_tile, self.most_log_tile, self.num_rows.bit_length() - 1)
+        return min(log_tile, self.most_log_tile, self.half.bit_length() - 1)
 
     def dot(
         self,
@@ -79,37 +84,37 @@ class Plan:
             return product(a_rest, b) + product(a, b_rest) + product(a, b)
         return product(a, b, precision=_X6)
 
-    def row_sums(self, x_CK: jax.Array) -> Callable[[jax.Array], jax.Array]:
+    def row_sums(self, x_RK: jax.Array) -> Callable[[jax.Array], jax.Array]:
         """As chunk.RowSums: products of the mask with parts of x that are exact in bfloat16."""
         count = 2 if self.narrow == jnp.bfloat16 else 3
-        parts = [x_CK] if self.interpret else _bfloat16_parts(x_CK, count)
+        parts = [x_RK] if self.interpret else _bfloat16_parts(x_RK, count)
         return partial(self._masked_sums, list(reversed(parts)))
 
-    def spans(self, g_CK: jax.Array) -> Callable[[jax.Array], jax.Array]:
+    def spans(self, g_RK: jax.Array) -> Callable[[jax.Array], jax.Array]:
         """As row_sums, for log-decays: float16's 2 ** -11 of each is enough beside bfloat16."""
         if self.narrow != jnp.bfloat16 or self.interpret:
-            return self.row_sums(g_CK)
+            return self.row_sums(g_RK)
         if self.options.tile_bound is None:
-            g_CK = jnp.maximum(g_CK, -3e4)  # float16 ends at 65504, a product of decays long before
-        return partial(self._masked_sums, [g_CK.astype(jnp.float16)])
+            g_RK = jnp.maximum(g_RK, -3e4)  # float16 ends at 65504, a product of decays long before
+        return partial(self._masked_sums, [g_RK.astype(jnp.float16)])
 
-    def _masked_sums(self, parts: list[jax.Array], mask_CC: jax.Array) -> jax.Array:
-        return reduce(jnp.add, [self.dot(mask_CC, part) for part in parts])
+    def _masked_sums(self, parts: list[jax.Array], mask_RR: jax.Array) -> jax.Array:
+        return reduce(jnp.add, [self.dot(mask_RR, part) for part in parts])
 
-    def masks(self) -> chunk.Masks:
-        """Masks of the types that their products take."""
+    def masks(self, num_rows: int) -> chunk.Masks:
+        """Masks of so many rows, of the types that their products take."""
         if self.interpret:
             spans, vjps = self.wide, self.wide
         else:
             spans = jnp.float16 if self.narrow == jnp.bfloat16 else jnp.bfloat16
             vjps = jnp.bfloat16
-        arrays = chunk.masks(self.num_rows, self.log_tile)
+        arrays = chunk.masks(num_rows, self.log_tile)
         types = chunk.Masks(spans, self.narrow, vjps)
         return chunk.Masks(*(jnp.asarray(a, t) for a, t in zip(arrays, types, strict=True)))
 
-    def decays(self, g_CK: jax.Array, masks: chunk.Masks) -> chunk.Decays:
+    def decays(self, g_RK: jax.Array, masks: chunk.Masks) -> chunk.Decays:
         bound = LOG2E * (self.options.tile_bound or 0.0)
-        return chunk.Decays(g_CK, masks, bound, self.log_tile, self.spans, self.exp2)
+        return chunk.Decays(g_RK, masks, bound, self.log_tile, self.spans, self.exp2)
 
     def exp2(self, x: jax.Array) -> jax.Array:
         return jnp.exp2(x) if self.interpret else _approximate("ex2", x)
@@ -202,120 +207,132 @@ def chunk_spec(num_heads: int, *dims: int) -> pl.BlockSpec:
 
 
 class Rows(NamedTuple):
-    """What belongs to the rows of a chunk and not to their channels."""
+    """What belongs to rows of a chunk, all or half of them, and not to their channels."""
 
-    q_rstd_C1: jax.Array | None
-    k_rstd_C1: jax.Array | None
-    beta_C1: jax.Array
-    valid_C1: jax.Array | None
+    rows: pl.Slice
+    q_rstd_R1: jax.Array | None
+    k_rstd_R1: jax.Array | None
+    beta_R1: jax.Array
+    valid_R1: jax.Array | None
 
 
 class Channels(NamedTuple):
-    """Operands of the recurrence in a part of the key channels."""
+    """Operands of the recurrence in some rows and a part of the key channels."""
 
-    q_CK: jax.Array  # normalised and scaled
-    k_CK: jax.Array
-    g_CK: jax.Array  # log-decay, base 2
+    q_RK: jax.Array  # normalised and scaled
+    k_RK: jax.Array
+    g_RK: jax.Array  # log-decay, base 2
 
 
-def valid_and_beta(plan: Plan, x: Tokens) -> tuple[jax.Array | None, jax.Array]:
-    valid_C1 = None
-    if x.lengths is not None:
-        row_C1 = jax.lax.broadcasted_iota(jnp.int32, (plan.num_rows, 1), 0)
-        valid_C1 = pl.program_id(1) * plan.num_rows + row_C1 < x.lengths[...].reshape(1, 1)
-    beta_C1 = keep(valid_C1, x.beta[...].astype(plan.wide).reshape(-1, 1))
+def half_rows(plan: Plan, half: int) -> pl.Slice:
+    return pl.ds(half * plan.half, plan.half)
+
+
+def valid_rows(plan: Plan, x: Tokens, rows: pl.Slice) -> jax.Array | None:
+    """[R, 1]: which rows lie before the sequence's length."""
+    if x.lengths is None:
+        return None
+    row_R1 = jax.lax.broadcasted_iota(jnp.int32, (rows.size, 1), 0)
+    first = pl.program_id(1) * plan.num_rows + rows.start
+    return first + row_R1 < x.lengths[...].reshape(1, 1)
+
+
+def activate_beta(plan: Plan, beta: jax.Array, valid: jax.Array | None) -> jax.Array:
+    """Never 0, because gradients divide by it: a rounding of what beta multiplies, no more.
+
+    The write strength of an invalid row does not matter: its k and v are 0.
+    """
+    beta = keep(valid, beta.astype(plan.wide))
     if plan.options.beta_is_logit:
-        beta_C1 = plan.sigmoid(beta_C1)
-    else:
-        # The gradient divides by beta; this is no more than a rounding of what beta multiplies.
-        beta_C1 = jnp.where(jnp.abs(beta_C1) < SMALLEST_BETA, SMALLEST_BETA, beta_C1)
-    return valid_C1, keep(valid_C1, beta_C1)
+        beta = plan.sigmoid(beta)
+    return jnp.where(jnp.abs(beta) < SMALLEST_BETA, SMALLEST_BETA, beta)
 
 
-def read_rows(plan: Plan, x: Tokens, rstd: jax.Array | None = None) -> Rows:
+def read_rows(plan: Plan, x: Tokens, rows: pl.Slice, rstd: jax.Array | None = None) -> Rows:
     """rstd: [2, C], if it is known."""
-    valid_C1, beta_C1 = valid_and_beta(plan, x)
+    valid_R1 = valid_rows(plan, x, rows)
+    beta_R1 = activate_beta(plan, x.beta[rows].reshape(-1, 1), valid_R1)
     if not plan.options.use_qk_l2norm:
-        return Rows(None, None, beta_C1, valid_C1)
+        return Rows(rows, None, None, beta_R1, valid_R1)
     if rstd is not None:
-        return Rows(*(rstd[n, :].reshape(-1, 1) for n in range(2)), beta_C1, valid_C1)
+        return Rows(rows, *(rstd[n, rows].reshape(-1, 1) for n in range(2)), beta_R1, valid_R1)
 
     def squares(part: pl.Slice, sums: tuple) -> tuple:
-        tiles = (keep(valid_C1, r[:, part].astype(plan.wide)) for r in (x.q, x.k))
+        tiles = (keep(valid_R1, r[rows, part].astype(plan.wide)) for r in (x.q, x.k))
         return tuple(
-            total_C1 + jnp.sum(tile_CK * tile_CK, axis=1, keepdims=True)
-            for total_C1, tile_CK in zip(sums, tiles, strict=True)
+            total_R1 + jnp.sum(tile_RK * tile_RK, axis=1, keepdims=True)
+            for total_R1, tile_RK in zip(sums, tiles, strict=True)
         )
 
-    sums = for_parts(x, squares, (jnp.zeros_like(beta_C1),) * 2)
-    rstds = (jax.lax.rsqrt(total_C1 + L2_NORM_EPS) for total_C1 in sums)
-    return Rows(*rstds, beta_C1, valid_C1)
+    sums = for_parts(x.q.shape[-1], PREPARE_PART, squares, (jnp.zeros_like(beta_R1),) * 2)
+    rstds = (jax.lax.rsqrt(total_R1 + L2_NORM_EPS) for total_R1 in sums)
+    return Rows(rows, *rstds, beta_R1, valid_R1)
 
 
 def read_channels(plan: Plan, x: Tokens, rows: Rows, part: pl.Slice) -> Channels:
-    q_CK, k_CK = (keep(rows.valid_C1, ref[:, part].astype(plan.wide)) for ref in (x.q, x.k))
-    if rows.q_rstd_C1 is None:
-        q_CK *= plan.options.scale
+    q_RK, k_RK = (keep(rows.valid_R1, ref[rows.rows, part].astype(plan.wide)) for ref in (x.q, x.k))
+    if rows.q_rstd_R1 is None:
+        q_RK *= plan.options.scale
     else:
-        q_CK, k_CK = q_CK * (plan.options.scale * rows.q_rstd_C1), k_CK * rows.k_rstd_C1
-    gate = read_gate(plan, x, rows.valid_C1, part)
-    return Channels(q_CK, k_CK, keep(rows.valid_C1, gate.g_CK))
+        q_RK, k_RK = q_RK * (plan.options.scale * rows.q_rstd_R1), k_RK * rows.k_rstd_R1
+    return Channels(q_RK, k_RK, keep(rows.valid_R1, read_gate(plan, x, rows, part).g_RK))
 
 
 class Gate(NamedTuple):
-    g_CK: jax.Array  # log-decay, base 2
-    dg_dz_CK: jax.Array  # of the natural log-decay; z = gate + dt_bias
-    dg_da_log_CK: jax.Array
+    g_RK: jax.Array  # log-decay, base 2
+    dg_dz_RK: jax.Array  # of the natural log-decay; z = gate + dt_bias
+    dg_da_log_RK: jax.Array
 
 
-def read_gate(plan: Plan, x: Tokens, valid_C1: jax.Array | None, part: pl.Slice) -> Gate:
+def read_gate(plan: Plan, x: Tokens, rows: Rows, part: pl.Slice) -> Gate:
     options = plan.options
-    z_CK = keep(valid_C1, x.gate[:, part].astype(plan.wide)) + x.dt_bias[part].reshape(1, -1)
-    rate_11 = jnp.exp(jnp.minimum(x.a_log[...], MAX_A_LOG)).reshape(1, 1)
+    z_RK = keep(rows.valid_R1, x.gate[rows.rows, part].astype(plan.wide))
+    z_RK += x.dt_bias[part].reshape(1, -1)
+    # A scalar: from arrays alone, Triton would make the gate again for every product it enters.
+    rate = jnp.exp(jnp.minimum(x.a_log[0], MAX_A_LOG))
     if options.gate_kind == "bounded":
-        open_CK = plan.sigmoid(rate_11 * z_CK)
-        g_CK = (options.lower_bound * LOG2E) * open_CK
-        dg_dz_CK = (options.lower_bound * rate_11) * (open_CK * (1.0 - open_CK))
-        return Gate(g_CK, dg_dz_CK, dg_dz_CK * z_CK)
+        open_RK = plan.sigmoid(rate * z_RK)
+        g_RK = (options.lower_bound * LOG2E) * open_RK
+        dg_dz_RK = (options.lower_bound * rate) * (open_RK * (1.0 - open_RK))
+        return Gate(g_RK, dg_dz_RK, dg_dz_RK * z_RK)
     if options.gate_kind == "softplus":
-        g_CK = -rate_11 * jax.nn.softplus(z_CK)
-        return Gate(LOG2E * g_CK, -rate_11 * plan.sigmoid(z_CK), g_CK)
-    return Gate(LOG2E * z_CK, jnp.ones_like(z_CK), jnp.zeros_like(z_CK))
+        g_RK = -rate * jax.nn.softplus(z_RK)
+        return Gate(LOG2E * g_RK, -rate * plan.sigmoid(z_RK), g_RK)
+    return Gate(LOG2E * z_RK, jnp.ones_like(z_RK), jnp.zeros_like(z_RK))
 
 
-def for_parts(tokens: Tokens, body: Callable[[pl.Slice, Carry], Carry], carry: Carry) -> Carry:
-    """A loop over parts of the key channels, which keeps the tiles of one alive at a time."""
-    key_dim = tokens.q.shape[-1]
-    size = min(PREPARE_PART, key_dim)
+def for_parts(dim: int, size: int, body: Callable[[pl.Slice, Carry], Carry], carry: Carry) -> Carry:
+    """A loop over parts of the channels, which keeps the tiles of one alive at a time."""
+    size = min(size, dim)
 
     def step(n: jax.Array, carry: Carry) -> Carry:
         return body(pl.ds(n * size, size), carry)
 
-    return jax.lax.fori_loop(0, key_dim // size, step, carry)
+    return jax.lax.fori_loop(0, dim // size, step, carry)
 
 
 class Cuts(NamedTuple):
-    """Where documents start inside a chunk."""
+    """Where documents start."""
 
-    together_CC: jax.Array  # the two rows are of one document
-    enters_C1: jax.Array  # the row continues the document of the token before the chunk
-    leaves_C1: jax.Array  # the row is of the document of the chunk's last row
+    enters_R1: jax.Array  # the row continues the document of the token before the chunk
+    leaves_R1: jax.Array  # the row is of the document of the chunk's last row
     passes_11: jax.Array  # one document spans the chunk and the token before it
 
 
-def read_cuts(tokens: Tokens) -> Cuts | None:
-    if tokens.segment is None:
+def read_cuts(x: Tokens, rows: pl.Slice) -> Cuts | None:
+    if x.segment is None:
         return None
-    segment_C = tokens.segment[...]
-    before_11 = tokens.before[...].reshape(1, 1)
-    last_11 = jnp.max(segment_C, axis=0, keepdims=True).reshape(1, 1)  # they never decrease
-    segment_C1, segment_1C = segment_C.reshape(-1, 1), segment_C.reshape(1, -1)
-    return Cuts(
-        segment_C1 == segment_1C,
-        segment_C1 == before_11,
-        segment_C1 == last_11,
-        before_11 == last_11,
-    )
+    before_11 = x.before[...].reshape(1, 1)
+    last_11 = jnp.max(x.segment[...], axis=0, keepdims=True).reshape(1, 1)  # they never decrease
+    segment_R1 = x.segment[rows].reshape(-1, 1)
+    return Cuts(segment_R1 == before_11, segment_R1 == last_11, before_11 == last_11)
+
+
+def together(x: Tokens, rows: pl.Slice, columns: pl.Slice) -> jax.Array | None:
+    """[R, R]: the two rows are of one document."""
+    if x.segment is None:
+        return None
+    return x.segment[rows].reshape(-1, 1) == x.segment[columns].reshape(1, -1)
 
 
 def keep(mask: jax.Array | None, x: jax.Array) -> jax.Array:
