@@ -98,7 +98,7 @@ class Decays:
         exp2: Exp2,
     ) -> None:
         self.g_RK, self.masks, self.log_tile = g_RK, masks, log_tile
-        self.exp2, self.span, self.num_splits = exp2, spans(g_RK), masks.pairs.shape[0]
+        self.exp2, self.span, self.num_splits = exp2, spans(g_RK), len(masks.spans) - 2
         self._shift = float(np.ceil(-bound * (1 << log_tile) / 2))
         self._tile: tuple[jax.Array, jax.Array] | None = None
 

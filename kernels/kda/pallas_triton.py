@@ -183,7 +183,13 @@ def _backward(plan: Plan, residuals: tuple, cotangents: tuple) -> tuple:
     dv_BTHV = reversed_.dv.reshape(do_BTHV.shape)
     solve = solve_vjp(plan, tokens, ValueSide(o_BTHV, do_BTHV, dv_BTHV, scanned.v_new))
     chain = Chain(
-        do_BTHV, dv_BTHV, scanned.states, reversed_.d_leaving, scanned.v_new, prepared.rstd
+        do=do_BTHV,
+        dv=dv_BTHV,
+        states=scanned.states,
+        d_leaving=reversed_.d_leaving,
+        v_new=scanned.v_new,
+        total=prepared.total,
+        rstd=prepared.rstd,
     )
     d = grads(plan, tokens, solve, chain)
     batch, num_heads = d_state_BHKV.shape[:2]

@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 from jax.sharding import AbstractMesh
 
 from kernels.kda import chunk, pallas_triton
 from kernels.kda.operands import KdaInputs, KdaOptions
+from kernels.kda.triton.inverse import unit_lower_inverse
 from kernels.kda.triton.plan import Plan
 from tests.kernels.kda_cases import PER_TOKEN, cotangents, evaluate, first_tokens, random_inputs
 
@@ -82,9 +84,8 @@ def test_every_kernel_lowers_for_cuda(case):
         assert f'name = "kda_{kernel}"' in text, kernel
 
 
-@pytest.mark.parametrize("log_tile", [0, 4, 5])
-def test_splits_cover_every_pair_once_and_look_back_only(log_tile):
-    num_rows = 64
+@pytest.mark.parametrize("num_rows, log_tile", [(64, 0), (64, 4), (32, 0), (32, 4), (32, 5)])
+def test_splits_cover_every_pair_once_and_look_back_only(num_rows, log_tile):
     masks = chunk.masks(num_rows, log_tile)
     np.testing.assert_array_equal(masks.pairs.sum(axis=0), np.tri(num_rows, k=-1))
     through, behind = masks.spans[-2:]
@@ -132,15 +133,24 @@ def test_gradients_of_large_cotangents_under_saturated_gates():
         )
 
 
+@pytest.mark.parametrize("num_rows", [32, 64])
 @pytest.mark.parametrize("noise, beta", [(0.05, 0.98), (0.0, 1.0), (0.02, 1.9)])
-def test_inverse_of_collinear_keys(noise, beta):
+def test_inverse_of_collinear_keys(noise, beta, num_rows):
     rng = np.random.default_rng(0)
-    keys = 1 + noise * rng.normal(size=(64, 32))
+    keys = 1 + noise * rng.normal(size=(num_rows, 32))
     keys /= np.linalg.norm(keys, axis=1, keepdims=True)
     lower = np.tril(beta * keys @ keys.T, k=-1)
-    got = jax.jit(
-        lambda x: chunk.unit_lower_inverse(
-            x, lambda a, b, precise: jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
-        )
-    )(lower.astype(np.float32))
-    np.testing.assert_allclose(got, np.linalg.inv(np.eye(64) + lower), atol=1e-4)
+    options = KdaOptions("bounded", -5.0, True, True, 1.0, num_rows)
+    float32 = jnp.dtype(jnp.float32)
+    plan = Plan(options, num_rows, 1, float32, float32, interpret=True)
+    half = num_rows // 2
+
+    def kernel(lower, out, scratch):
+        blocks = lower[:half, :half], lower[half:, :half], lower[half:, half:]
+        first, across, second = unit_lower_inverse(plan, blocks, scratch)
+        out[:half, :half], out[half:, :half], out[half:, half:] = first, across, second
+        out[:half, half:] = jnp.zeros((half, half))
+
+    shapes = [jax.ShapeDtypeStruct((num_rows, n), jnp.float32) for n in (num_rows, half)]
+    got, _ = pl.pallas_call(kernel, out_shape=shapes, interpret=True)(lower.astype(np.float32))
+    np.testing.assert_allclose(got, np.linalg.inv(np.eye(num_rows) + lower), atol=1e-4)

@@ -203,6 +203,7 @@ class Chain(NamedTuple):
     states: jax.Array
     d_leaving: jax.Array
     v_new: jax.Array
+    total: jax.Array
     rstd: jax.Array | None
 
 
@@ -235,7 +236,7 @@ def _grads_kernel(plan: Plan, tokens: Tokens, solve: Solve, c: Chain, out: Gradi
         x.q_RK * d_enter_q_CK - x.k_RK * d_enter_k_CK,
     )
     dg_CK = plan.row_sums(x.k_RK * d_leave_CK)(tokens.masks.vjps[1])
-    dg_CK += keep(cuts and cuts.passes_11, decays.total()) * d_total_1K
+    dg_CK += c.total[...].reshape(1, -1) * d_total_1K
     dq_CK, dk_CK, da_CK = chunk.scores_vjp(
         of_states, solve.dp, solve.dl, x.q_RK, x.k_RK, decays, plan.dot
     )
@@ -334,6 +335,7 @@ def grads(plan: Plan, tokens: Tokens, solve: Solve, chain: Chain) -> Gradients:
                 states,
                 states,
                 of_chunk(value_dim, rows),
+                of_chunk(part_dim, part_of=0),
                 None if chain.rstd is None else of_chunk(2, rows),
             ),
         ),

@@ -16,6 +16,7 @@ from kernels.kda import chunk
 from kernels.kda.triton.inverse import unit_lower_inverse
 from kernels.kda.triton.plan import (
     PREPARE_PART,
+    SOLVE_PART,
     Plan,
     Rows,
     Tokens,
@@ -69,11 +70,17 @@ def _prepare_kernel(
             for n, rstd_R1 in enumerate((rows.q_rstd_R1, rows.k_rstd_R1)):
                 out.rstd[n, rows.rows] = rstd_R1.reshape(-1)
     zeros = Halves(*[jnp.zeros((plan.half, plan.half), plan.wide)] * 3)
+    if tokens.masks.pairs.shape[0] == 1:
+        # Once and not in every round of the loop, whose stores a load could depend on.
+        masks = chunk.Masks(
+            *(tuple(m[n] for n in range(m.shape[0])) for m in tokens.masks[:2]), None
+        )
+        tokens = tokens._replace(masks=masks)
 
     def keys(part: pl.Slice, scores: tuple[Halves, Halves]) -> tuple[Halves, Halves]:
         return _prepare_keys(plan, tokens, halves, part, out, None if solved is None else scores)
 
-    size = PREPARE_PART
+    size = PREPARE_PART if solved is None else SOLVE_PART
     scores = (zeros, zeros) if solved is not None else ()
     scores = for_parts(tokens.q.shape[-1], size, keys, scores)
     if solved is not None:
@@ -182,7 +189,7 @@ def prepare(plan: Plan, tokens: Tokens, *, solves: bool) -> tuple[Prepared, Solv
         in_specs=(token_specs(plan, tokens),),
         out_specs=jax.tree.map(lambda x: spec(*x.shape[2:]), shapes),
         out_shape=varying_like(tokens.q, shapes),
-        compiler_params=plt.CompilerParams(num_warps=2, num_stages=2),
+        compiler_params=plt.CompilerParams(num_warps=2, num_stages=3),
         interpret=plan.interpret,
         name="kda_prepare" if solves else "kda_prepare_again",
     )(tokens)[:2]

@@ -25,9 +25,9 @@ Carry = TypeVar("Carry")
 Shapes = TypeVar("Shapes")  # a tree of jax.ShapeDtypeStruct
 LOG2E = math.log2(math.e)
 SMALLEST_BETA = 1e-15
-# Key channels of which `prepare` holds tiles at a time: more, and registers spill. Measured on an
-# H200.
-PREPARE_PART = 32
+# Key channels of which a program holds tiles at a time: more, and registers spill. Measured on an
+# H200: with the scores to hold as well, and without.
+SOLVE_PART, PREPARE_PART = 16, 64
 
 
 @dataclass(frozen=True)
@@ -137,16 +137,12 @@ def _approximate(function: str, x: jax.Array) -> jax.Array:
 
 
 def _bfloat16_parts(x: jax.Array, count: int) -> list[jax.Array]:
-    """Parts that add up to x, 8 bits in each; cut off and not rounded, in one operation."""
+    """Parts that add up to x, 8 bits in each; cut off and not rounded, which is cheaper."""
     parts = []
-    for n in range(count):
-        if n < count - 1:
-            bits = jax.lax.bitcast_convert_type(x, jnp.int32) & -0x10000
-            high = jax.lax.bitcast_convert_type(bits, jnp.float32)
-            parts.append(high.astype(jnp.bfloat16))
-            x -= high
-        else:
-            parts.append(x.astype(jnp.bfloat16))
+    for _ in range(count):
+        bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+        x -= jax.lax.bitcast_convert_type(bits & -0x10000, jnp.float32)
+        parts.append(jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.int16), jnp.bfloat16))
     return parts
 
 
@@ -288,17 +284,21 @@ def read_gate(plan: Plan, x: Tokens, rows: Rows, part: pl.Slice) -> Gate:
     options = plan.options
     z_RK = keep(rows.valid_R1, x.gate[rows.rows, part].astype(plan.wide))
     z_RK += x.dt_bias[part].reshape(1, -1)
-    # A scalar: from arrays alone, Triton would make the gate again for every product it enters.
     rate = jnp.exp(jnp.minimum(x.a_log[0], MAX_A_LOG))
     if options.gate_kind == "bounded":
-        open_RK = plan.sigmoid(rate * z_RK)
+        open_RK = _made_once(plan.sigmoid(rate * z_RK))
         g_RK = (options.lower_bound * LOG2E) * open_RK
         dg_dz_RK = (options.lower_bound * rate) * (open_RK * (1.0 - open_RK))
         return Gate(g_RK, dg_dz_RK, dg_dz_RK * z_RK)
     if options.gate_kind == "softplus":
-        g_RK = -rate * jax.nn.softplus(z_RK)
+        g_RK = _made_once(-rate * jax.nn.softplus(z_RK))
         return Gate(LOG2E * g_RK, -rate * plan.sigmoid(z_RK), g_RK)
     return Gate(LOG2E * z_RK, jnp.ones_like(z_RK), jnp.zeros_like(z_RK))
+
+
+def _made_once(x_RK: jax.Array) -> jax.Array:
+    """Keeps Triton from making x again in every layout that it is needed in, by an idle sum."""
+    return jnp.sum(x_RK.reshape(*x_RK.shape, 1), axis=2)
 
 
 def for_parts(dim: int, size: int, body: Callable[[pl.Slice, Carry], Carry], carry: Carry) -> Carry:
