@@ -26,9 +26,18 @@ import jax.numpy as jnp
 
 from kernels.kda import chunk
 from kernels.kda.operands import KdaInputs, KdaOptions, valid_tokens
-from kernels.kda.triton.backward import Chain, ValueSide, grads, reverse, solve_vjp
-from kernels.kda.triton.forward import prepare, scan
+from kernels.kda.triton.backward import Chain, ValueSide, grads, solve_vjp
+from kernels.kda.triton.forward import Prepared, Solved, prepare
 from kernels.kda.triton.plan import Plan, Tokens
+from kernels.kda.triton.scans import (
+    Span,
+    Stream,
+    entering_states,
+    leaving_gradients,
+    piece_chunks,
+    reverse,
+    scan,
+)
 from kernels.numerics import vary_together
 
 
@@ -135,6 +144,13 @@ def _chunked(plan: Plan, x_BTHV: jax.Array) -> jax.Array:
     return x_BTHV.reshape(batch, -1, plan.num_rows, num_heads, dim)
 
 
+def _piece_chunks(plan: Plan, inputs: KdaInputs) -> int:
+    num_splits = plan.options.num_splits
+    if num_splits is None:
+        num_splits = 1
+    return piece_chunks(num_splits, inputs.v_BTHV.shape[1] // plan.num_rows)
+
+
 def _chains(x_BHKV: jax.Array) -> jax.Array:
     return x_BHKV.reshape(-1, *x_BHKV.shape[2:])
 
@@ -144,42 +160,39 @@ def _kda(plan: Plan, inputs: KdaInputs) -> tuple[jax.Array, jax.Array]:
     return _forward(plan, inputs)[0]
 
 
+def _stream(
+    plan: Plan, inputs: KdaInputs, prepared: Prepared, solved: Solved, values_BTHV: jax.Array
+) -> Stream:
+    return Stream(prepared, solved, _chunked(plan, values_BTHV), inputs.lengths_B)
+
+
 def _forward(plan: Plan, inputs: KdaInputs) -> tuple:
     prepared, solved = prepare(plan, _tokens(plan, inputs, plan.half), solves=True)
     v_BTHV, state_BHKV = inputs.v_BTHV, inputs.initial_state_BHKV
-    scanned = scan(
-        plan,
-        prepared,
-        solved,
-        _chunked(plan, v_BTHV),
-        inputs.lengths_B,
-        _chains(state_BHKV),
-        o=v_BTHV.dtype,
-    )
+    x = _stream(plan, inputs, prepared, solved, v_BTHV)
+    num_heads, chunks = v_BTHV.shape[2], _piece_chunks(plan, inputs)
+    pieces = entering_states(plan, chunks, num_heads, x, _chains(state_BHKV))
+    scanned = scan(plan, Span(chunks, 0), num_heads, x, pieces.states, o=v_BTHV.dtype)
     o_BTHV = scanned.o.reshape(v_BTHV.shape)
-    state_BHKV = scanned.state.reshape(state_BHKV.shape)
-    return (o_BTHV, state_BHKV), (inputs, solved, o_BTHV)
+    state_BHKV = scanned.state[:, -1].reshape(state_BHKV.shape)
+    return (o_BTHV, state_BHKV), (inputs, solved, pieces, o_BTHV)
 
 
 def _backward(plan: Plan, residuals: tuple, cotangents: tuple) -> tuple:
-    inputs, solved, o_BTHV = residuals
+    inputs, solved, pieces, o_BTHV = residuals
     do_BTHV, d_state_BHKV = cotangents
     plan = dataclasses.replace(plan, most_log_tile=4)  # nothing bounds a cotangent
-    tokens, lengths_B = _tokens(plan, inputs, plan.num_rows), inputs.lengths_B
+    tokens = _tokens(plan, inputs, plan.num_rows)
     prepared, _ = prepare(plan, _tokens(plan, inputs, plan.half), solves=False)
+    num_heads, chunks = inputs.v_BTHV.shape[2], _piece_chunks(plan, inputs)
+    span = Span(chunks, 0)
+    x = _stream(plan, inputs, prepared, solved, inputs.v_BTHV)
     scanned = scan(
-        plan,
-        prepared,
-        solved,
-        _chunked(plan, inputs.v_BTHV),
-        lengths_B,
-        _chains(inputs.initial_state_BHKV),
-        keep_states=plan.narrow,
-        keep_v_new=True,
+        plan, span, num_heads, x, pieces.states, keep_states=plan.narrow, keep_v_new=True
     )
-    reversed_ = reverse(
-        plan, prepared, solved, _chunked(plan, do_BTHV), lengths_B, _chains(d_state_BHKV)
-    )
+    x = _stream(plan, inputs, prepared, solved, do_BTHV)
+    d_states = leaving_gradients(plan, chunks, num_heads, x, pieces.maps, _chains(d_state_BHKV))
+    reversed_ = reverse(plan, span, num_heads, x, d_states, keep_gradients=True)
     dv_BTHV = reversed_.dv.reshape(do_BTHV.shape)
     solve = solve_vjp(plan, tokens, ValueSide(o_BTHV, do_BTHV, dv_BTHV, scanned.v_new))
     chain = Chain(
@@ -203,7 +216,7 @@ def _backward(plan: Plan, residuals: tuple, cotangents: tuple) -> tuple:
         beta_BTH=_beta_vjp(inputs, solve.dbeta),
         a_log_H=None if inputs.a_log_H is None else jnp.sum(params_H2K[:, 1], axis=-1),
         dt_bias_HK=None if inputs.dt_bias_HK is None else params_H2K[:, 0],
-        initial_state_BHKV=reversed_.d_state.reshape(d_state_BHKV.shape),
+        initial_state_BHKV=reversed_.d_state[:, 0].reshape(d_state_BHKV.shape),
         segment_BT=None,
         lengths_B=None,
     )

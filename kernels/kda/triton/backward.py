@@ -1,4 +1,4 @@
-"""Backward kernels of KDA on the Triton backend: `reverse`, `solve_vjp` and `grads`.
+"""The parallel kernels of the backward of KDA on the Triton backend: `solve_vjp` and `grads`.
 
 The algebra: wy.py. Letters: B batch, T time, H value heads, K key dim, V value dim, N chunks, C
 chunk rows, R rows of half a chunk, S splits, X chains (B x H).
@@ -13,7 +13,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from kernels.kda import chunk
-from kernels.kda.triton.forward import Prepared, Solved, state_tiles, valid_columns
 from kernels.kda.triton.plan import (
     Plan,
     Rows,
@@ -37,75 +36,6 @@ from kernels.kda.triton.plan import (
 # read again. Measured on an H200.
 GRADS_PART = 32
 VALUE_PART = 64
-
-
-class Reversed(NamedTuple):
-    d_state: jax.Array  # [X, K, V]: gradient of the state entering the first chunk
-    d_leaving: jax.Array  # [X, N, V, K]: of the states leaving the chunks
-    dv: jax.Array  # [B, N, C, H, V]
-
-
-def _reverse_kernel(
-    plan: Plan,
-    x: Prepared,
-    solved: Solved,
-    do: jax.Array,
-    lengths: jax.Array | None,
-    d_state_in: jax.Array,
-    out: Reversed,
-) -> None:
-    tile = d_state_in.shape[-1]
-    values = pl.ds(pl.program_id(0) * tile, tile)
-    chain, num_chunks, num_heads = pl.program_id(1), x.total.shape[1], do.shape[3]
-    row, head = chain // num_heads, chain % num_heads
-
-    def step(i: int, d_state_VK: jax.Array) -> jax.Array:
-        n = num_chunks - 1 - i
-        # Before anything is written, or it would have to wait for it.
-        total_1K = x.total[chain, n].reshape(1, -1)
-        d_narrow_VK = d_state_VK.astype(plan.narrow)
-        out.d_leaving[chain, n, values, :] = d_narrow_VK
-        do_CV = do[row, n, :, head, values].astype(plan.narrow)
-        valid_1C = valid_columns(plan, lengths, row, n)
-        do_CV = keep(None if valid_1C is None else valid_1C.reshape(-1, 1), do_CV)
-        dv_new_VC = plan.dot(do_CV, solved.p[chain, n], a_columns=True)
-        dv_new_VC += plan.dot(d_narrow_VK, x.k_leave[chain, n], b_rows=True)
-        dv_VC = plan.dot(dv_new_VC.astype(plan.narrow), solved.solve[chain, n]).astype(plan.narrow)
-        out.dv[row, n, :, head, values] = dv_VC.T
-        d_state_VK = total_1K * d_state_VK
-        d_state_VK += plan.dot(do_CV, x.q_enter[chain, n], a_columns=True)
-        return d_state_VK - plan.dot(dv_VC, x.k_enter[chain, n])
-
-    out.d_state[...] = jax.lax.fori_loop(0, num_chunks, step, d_state_in[...].T).T
-
-
-def reverse(
-    plan: Plan,
-    prepared: Prepared,
-    solved: Solved,
-    do: jax.Array,
-    lengths: jax.Array | None,
-    d_state_XKV: jax.Array,
-) -> Reversed:
-    """Carries the state's gradient back over the chunks; do: [B, N, C, H, V]."""
-    chains, key_dim, value_dim = d_state_XKV.shape
-    tiles = state_tiles(plan, key_dim, value_dim, chains)
-    out_shape = Reversed(
-        jax.ShapeDtypeStruct(d_state_XKV.shape, plan.wide),
-        jax.ShapeDtypeStruct((chains, do.shape[1], value_dim, key_dim), plan.narrow),
-        jax.ShapeDtypeStruct(do.shape, plan.narrow),
-    )
-    inputs = (prepared, solved, do, lengths)
-    return pl.pallas_call(
-        partial(_reverse_kernel, plan),
-        grid=(value_dim // tiles.values, chains),
-        in_specs=(*jax.tree.map(lambda _: pl.BlockSpec(), inputs), tiles.spec),
-        out_specs=(Reversed(tiles.spec, pl.BlockSpec(), pl.BlockSpec()),),
-        out_shape=varying_like(prepared.total, (out_shape,)),
-        compiler_params=tiles.params,
-        interpret=plan.interpret,
-        name="kda_reverse",
-    )(*inputs, d_state_XKV)[0]
 
 
 class ValueSide(NamedTuple):

@@ -1,0 +1,296 @@
+"""The serial kernels of KDA on the Triton backend: `scan` carries the state over the chunks, `reverse`
+its gradient back.
+
+Few chains leave most of the GPU idle, so a sequence can be cut into pieces that run side by side. A
+piece is an affine map of its entering state, S' = M S + N: N is a scan from zero and M a scan from
+the identity that writes nothing (fla calls the same maps KCP). The states between the pieces follow
+by products in float32.
+
+The state lies transposed in a program, [V, K]: then it and all that is made from it are first
+factors of products, which stay in registers.
+
+Letters: B batch, T time, H value heads, K key dim, V value dim, N chunks, C chunk rows, X chains
+(B x H), P pieces.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from kernels.kda.triton.forward import Prepared, Solved
+from kernels.kda.triton.plan import Plan, keep, varying_like
+
+# Chunks: the length of a piece is a multiple of it, whatever T is.
+PIECE_UNIT = 16
+
+
+class Stream(NamedTuple):
+    """What comes chunk by chunk."""
+
+    prepared: Prepared
+    solved: Solved
+    values: jax.Array | None  # [B, N, C, H, V]: v, or the gradient of o; None for zeros
+    lengths: jax.Array | None
+
+
+class Span(NamedTuple):
+    """Which pieces of a sequence a call works on."""
+
+    chunks: int  # of a piece; the sequence's last may have fewer
+    first: int
+
+
+class Scanned(NamedTuple):
+    state: jax.Array  # [X, P, K, V]: after the pieces
+    o: jax.Array | None  # [B, N, C, H, V]
+    states: jax.Array | None  # [X, N, V, K]: entering the chunks
+    v_new: jax.Array | None  # [X, N, V, C]
+
+
+class Reversed(NamedTuple):
+    d_state: jax.Array  # [X, P, K, V]: gradient of the states entering the pieces
+    d_leaving: jax.Array | None  # [X, N, V, K]: of the states leaving the chunks
+    dv: jax.Array | None  # [B, N, C, H, V]
+
+
+def _values(plan: Plan, x: Stream, values: pl.Slice, num_heads: int, n: jax.Array) -> jax.Array:
+    """[C, V] of a chunk, zeros behind the sequence's length."""
+    chain = pl.program_id(1)
+    row, head = chain // num_heads, chain % num_heads
+    values_CV = x.values[row, n, :, head, values]
+    if x.lengths is None:
+        return values_CV
+    position_C1 = jax.lax.broadcasted_iota(jnp.int32, (plan.num_rows, 1), 0)
+    return keep(n * plan.num_rows + position_C1 < x.lengths[row], values_CV)
+
+
+def _piece(span: Span, num_chunks: int) -> tuple[jax.Array, int | jax.Array]:
+    """The first chunk of a program's piece, and how many there are."""
+    start = (span.first + pl.program_id(2)) * span.chunks
+    if num_chunks % span.chunks == 0:
+        return start, span.chunks
+    return start, jnp.minimum(span.chunks, num_chunks - start)
+
+
+def _scan_kernel(
+    plan: Plan, span: Span, num_heads: int, x: Stream, state_in: jax.Array, out: Scanned
+) -> None:
+    tile, narrow = state_in.shape[-1], plan.narrow
+    values, chain = pl.ds(pl.program_id(0) * tile, tile), pl.program_id(1)
+    row, head = chain // num_heads, chain % num_heads
+    prepared, solved = x.prepared, x.solved
+    start, count = _piece(span, prepared.total.shape[1])
+
+    def step(i: jax.Array, state_VK: jax.Array) -> jax.Array:
+        n = start + i
+        # Before anything is written, or it would have to wait for it.
+        total_1K = prepared.total[chain, n].reshape(1, -1)
+        state_narrow_VK = state_VK.astype(narrow)
+        if out.states is not None:
+            out.states[chain, n, values, :] = state_VK.astype(out.states.dtype)
+        missing_VC = -plan.dot(state_narrow_VK, prepared.k_enter[chain, n], b_rows=True)
+        if x.values is not None:
+            missing_VC += _values(plan, x, values, num_heads, n).T.astype(plan.wide)
+        missing_VC = missing_VC.astype(narrow)
+        v_new_VC = plan.dot(missing_VC, solved.solve[chain, n], b_rows=True).astype(narrow)
+        if out.v_new is not None:
+            out.v_new[chain, n, values, :] = v_new_VC
+        if out.o is not None:
+            o_VC = plan.dot(state_narrow_VK, prepared.q_enter[chain, n], b_rows=True)
+            o_VC += plan.dot(v_new_VC, solved.p[chain, n], b_rows=True)
+            out.o[row, n, :, head, values] = o_VC.astype(out.o.dtype).T
+        return total_1K * state_VK + plan.dot(v_new_VC, prepared.k_leave[chain, n])
+
+    out.state[...] = jax.lax.fori_loop(0, count, step, state_in[...].T).T
+
+
+def _reverse_kernel(
+    plan: Plan, span: Span, num_heads: int, x: Stream, d_state_in: jax.Array, out: Reversed
+) -> None:
+    tile, narrow = d_state_in.shape[-1], plan.narrow
+    values, chain = pl.ds(pl.program_id(0) * tile, tile), pl.program_id(1)
+    row, head = chain // num_heads, chain % num_heads
+    prepared, solved = x.prepared, x.solved
+    start, count = _piece(span, prepared.total.shape[1])
+
+    def step(i: jax.Array, d_state_VK: jax.Array) -> jax.Array:
+        n = start + count - 1 - i
+        # Before anything is written, or it would have to wait for it.
+        total_1K = prepared.total[chain, n].reshape(1, -1)
+        d_narrow_VK = d_state_VK.astype(narrow)
+        if out.d_leaving is not None:
+            out.d_leaving[chain, n, values, :] = d_narrow_VK
+        do_CV = _values(plan, x, values, num_heads, n).astype(narrow)
+        dv_new_VC = plan.dot(do_CV, solved.p[chain, n], a_columns=True)
+        dv_new_VC += plan.dot(d_narrow_VK, prepared.k_leave[chain, n], b_rows=True)
+        dv_VC = plan.dot(dv_new_VC.astype(narrow), solved.solve[chain, n]).astype(narrow)
+        if out.dv is not None:
+            out.dv[row, n, :, head, values] = dv_VC.T
+        d_state_VK = total_1K * d_state_VK
+        d_state_VK += plan.dot(do_CV, prepared.q_enter[chain, n], a_columns=True)
+        return d_state_VK - plan.dot(dv_VC, prepared.k_enter[chain, n])
+
+    out.d_state[...] = jax.lax.fori_loop(0, count, step, d_state_in[...].T).T
+
+
+def _call(
+    plan: Plan,
+    span: Span,
+    num_heads: int,
+    kernel: callable,
+    x: Stream,
+    states_XPKV: jax.Array,
+    out_shape: Scanned | Reversed,
+    name: str,
+) -> Scanned | Reversed:
+    """One program for every piece of a chain and some of the value channels."""
+    chains, pieces, key_dim, value_dim = states_XPKV.shape
+    values = min(128 if chains * pieces >= 96 else 64, value_dim)
+    of_piece = pl.BlockSpec((None, None, key_dim, values), lambda v, x, p: (x, p, 0, v))
+    whole = pl.BlockSpec()
+    return pl.pallas_call(
+        partial(kernel, plan, span, num_heads),
+        grid=(value_dim // values, chains, pieces),
+        in_specs=(jax.tree.map(lambda _: whole, x), of_piece),
+        out_specs=(type(out_shape)(of_piece, *(x and whole for x in out_shape[1:])),),
+        out_shape=varying_like(states_XPKV, (out_shape,)),
+        compiler_params=plt.CompilerParams(
+            num_warps=8 if values == 128 else 4, num_stages=_stages(plan, key_dim, values)
+        ),
+        interpret=plan.interpret,
+        name=name,
+    )(x, states_XPKV)[0]
+
+
+def _stages(plan: Plan, key_dim: int, values: int) -> int:
+    """As many chunks in flight as shared memory holds (227 KiB on Hopper), at most 3."""
+    rows = plan.num_rows
+    of_chunk = rows * (3 * key_dim + 2 * rows + values) * plan.narrow.itemsize
+    scratch = rows * values * plan.narrow.itemsize
+    return max(1, min(3, (227 * 1024 - scratch) // of_chunk))
+
+
+def scan(
+    plan: Plan,
+    span: Span,
+    num_heads: int,
+    x: Stream,
+    states_XPKV: jax.Array,
+    *,
+    o: jnp.dtype | None = None,
+    keep_states: jnp.dtype | None = None,
+    keep_v_new: bool = False,
+) -> Scanned:
+    """Carries the states over the pieces' chunks. o: the output's dtype, to get it."""
+    value_dim, key_dim = states_XPKV.shape[3], states_XPKV.shape[2]
+    chunks = x.prepared.total.shape[:2]
+
+    def shape(dtype: jnp.dtype | None, *dims: int) -> jax.ShapeDtypeStruct | None:
+        return None if dtype is None else jax.ShapeDtypeStruct(dims, dtype)
+
+    out_shape = Scanned(
+        state=shape(plan.wide, *states_XPKV.shape),
+        o=None if o is None else shape(o, *x.values.shape),
+        states=shape(keep_states, *chunks, value_dim, key_dim),
+        v_new=shape(plan.narrow if keep_v_new else None, *chunks, value_dim, plan.num_rows),
+    )
+    return _call(plan, span, num_heads, _scan_kernel, x, states_XPKV, out_shape, "kda_scan")
+
+
+def reverse(
+    plan: Plan,
+    span: Span,
+    num_heads: int,
+    x: Stream,
+    d_states_XPKV: jax.Array,
+    *,
+    keep_gradients: bool,
+) -> Reversed:
+    """Carries the states' gradients back over the pieces' chunks."""
+    value_dim, key_dim = d_states_XPKV.shape[3], d_states_XPKV.shape[2]
+    chunks = x.prepared.total.shape[:2]
+    out_shape = Reversed(jax.ShapeDtypeStruct(d_states_XPKV.shape, plan.wide), None, None)
+    if keep_gradients:
+        out_shape = out_shape._replace(
+            d_leaving=jax.ShapeDtypeStruct((*chunks, value_dim, key_dim), plan.narrow),
+            dv=jax.ShapeDtypeStruct(x.values.shape, plan.narrow),
+        )
+    return _call(plan, span, num_heads, _reverse_kernel, x, d_states_XPKV, out_shape, "kda_reverse")
+
+
+def piece_chunks(num_splits: int, num_chunks: int) -> int:
+    """Chunks of a piece, if a sequence is to be cut into so many or a few less."""
+    units = -(-num_chunks // PIECE_UNIT)
+    return PIECE_UNIT * -(-units // num_splits)
+
+
+class Pieces(NamedTuple):
+    """What a sequence's pieces are to each other."""
+
+    states: jax.Array  # [X, P, K, V]: entering them
+    maps: jax.Array | None  # [X, P - 2, K, K]: M of those between the first and the last
+
+
+def entering_states(
+    plan: Plan, chunks: int, num_heads: int, x: Stream, state_XKV: jax.Array
+) -> Pieces:
+    """The states that enter the pieces of so many chunks."""
+    chains, num_chunks = x.prepared.total.shape[:2]
+    pieces = -(-num_chunks // chunks)
+    if pieces == 1:
+        return Pieces(state_XKV[:, None], None)
+    others = jnp.zeros_like(state_XKV, shape=(chains, pieces - 2, *state_XKV.shape[1:]))
+    starts_XPKV = jnp.concatenate([state_XKV[:, None], others], axis=1)
+    leaving_XPKV = scan(plan, Span(chunks, 0), num_heads, x, starts_XPKV).state
+    maps_XPKK = None
+    if pieces > 2:
+        key_dim = state_XKV.shape[1]
+        identity_KK = jnp.zeros_like(state_XKV, shape=(key_dim, key_dim)) + jnp.eye(key_dim)
+        identities_XPKK = jnp.broadcast_to(identity_KK, (chains, pieces - 2, key_dim, key_dim))
+        linear = x._replace(values=None)
+        maps_XPKK = scan(plan, Span(chunks, 1), num_heads, linear, identities_XPKK).state
+    between_XPKV = _fold(maps_XPKK, leaving_XPKV)
+    return Pieces(jnp.concatenate([state_XKV[:, None], between_XPKV], axis=1), maps_XPKK)
+
+
+def leaving_gradients(
+    plan: Plan,
+    chunks: int,
+    num_heads: int,
+    x: Stream,
+    maps_XPKK: jax.Array | None,
+    d_state_XKV: jax.Array,
+) -> jax.Array:
+    """The gradients [X, P, K, V] of the states that leave the pieces."""
+    chains, num_chunks = x.prepared.total.shape[:2]
+    pieces = -(-num_chunks // chunks)
+    if pieces == 1:
+        return d_state_XKV[:, None]
+    others = jnp.zeros_like(d_state_XKV, shape=(chains, pieces - 2, *d_state_XKV.shape[1:]))
+    ends_XPKV = jnp.concatenate([others, d_state_XKV[:, None]], axis=1)
+    span = Span(chunks, 1)
+    entering = reverse(plan, span, num_heads, x, ends_XPKV, keep_gradients=False).d_state
+    if maps_XPKK is not None:
+        maps_XPKK = jnp.flip(maps_XPKK, axis=1).swapaxes(-1, -2)
+    between_XPKV = jnp.flip(_fold(maps_XPKK, jnp.flip(entering, axis=1)), axis=1)
+    return jnp.concatenate([between_XPKV, d_state_XKV[:, None]], axis=1)
+
+
+def _fold(maps_XPKK: jax.Array | None, constants_XPKV: jax.Array) -> jax.Array:
+    """s_0 = constants_0, s_i = maps_{i - 1} s_{i - 1} + constants_i, in full precision."""
+    if maps_XPKK is None:
+        return constants_XPKV
+
+    def step(state_XKV: jax.Array, piece: tuple) -> tuple:
+        map_XKK, constant_XKV = piece
+        product = jnp.matmul(map_XKK, state_XKV, precision=jax.lax.Precision.HIGHEST)
+        return (state_XKV := product + constant_XKV), state_XKV
+
+    first_XKV = constants_XPKV[:, 0]
+    pieces = maps_XPKK.swapaxes(0, 1), constants_XPKV[:, 1:].swapaxes(0, 1)
+    _, rest_PXKV = jax.lax.scan(step, first_XKV, pieces)
+    return jnp.concatenate([first_XKV[:, None], rest_PXKV.swapaxes(0, 1)], axis=1)
