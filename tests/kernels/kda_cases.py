@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels.kda import kda
+from kernels.kda import kda, kda_decode
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 PER_TOKEN = ("q", "k", "v", "gate", "beta")
@@ -68,21 +68,59 @@ def _program(implementation, options):
     return jax.jit(jax.grad(loss, has_aux=True))
 
 
+def as_arrays(floats, dtype):
+    """JAX arrays of a dtype, the state's at least float32."""
+    state_dtype = jnp.promote_types(dtype, jnp.float32)
+    return {
+        name: jnp.asarray(x, state_dtype if name == "initial_state" else dtype)
+        for name, x in floats.items()
+    }
+
+
 def evaluate(implementation, inputs, dtype=np.float32, cotangent=None, **options):
     """{"o", "final_state", "dq", ...} in NumPy; float64 if that is the dtype asked for."""
     do, dfinal_state = cotangents(inputs) if cotangent is None else cotangent
     with jax.enable_x64(np.dtype(dtype) == np.float64):
         state_dtype = jnp.promote_types(dtype, jnp.float32)
-        floats = {
-            name: jnp.asarray(x, state_dtype if name == "initial_state" else dtype)
-            for name, x in inputs.items()
-            if name not in INTEGERS
-        }
+        floats = {name: x for name, x in inputs.items() if name not in INTEGERS}
+        floats = as_arrays(floats, dtype)
         integers = {name: jnp.asarray(inputs[name]) for name in INTEGERS if name in inputs}
         grads, outputs = _program(implementation, tuple(sorted(options.items())))(
             floats, integers, jnp.asarray(do, state_dtype), jnp.asarray(dfinal_state, state_dtype)
         )
         results = outputs | {f"d{name}": grad for name, grad in grads.items()}
+        return {name: np.asarray(x) for name, x in results.items()}
+
+
+@cache
+def _decode_program(implementation, options):
+    def chain(per_token, params, state, active):
+        def step(state, token):
+            o, state = kda_decode(
+                **token,
+                **params,
+                state=state,
+                active=active,
+                implementation=implementation,
+                **dict(options),
+            )
+            return state, o
+
+        time_major = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), per_token)
+        state, o = jax.lax.scan(step, state, time_major)
+        return {"o": jnp.moveaxis(o, 0, 1), "final_state": state}
+
+    return jax.jit(chain)
+
+
+def decode(implementation, inputs, dtype=np.float32, active=None, **options):
+    """Token after token by kda_decode: {"o", "final_state"} in NumPy."""
+    with jax.enable_x64(np.dtype(dtype) == np.float64):
+        params = as_arrays(inputs, dtype)
+        per_token = {name: params.pop(name) for name in PER_TOKEN}
+        state = params.pop("initial_state")
+        program = _decode_program(implementation, tuple(sorted(options.items())))
+        results = program(per_token, params, state, active)
         return {name: np.asarray(x) for name, x in results.items()}
 
 
