@@ -21,7 +21,7 @@ def pytest_configure(config):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         # Tests compile much and run little: LLVM without optimisation compiles three times faster.
         os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
-    elif "cpu" not in os.environ.get("JAX_PLATFORMS", "cpu"):
+    elif "cpu" not in (os.environ.get("JAX_PLATFORMS") or "cpu"):
         os.environ["JAX_PLATFORMS"] += ",cpu"
     import jax
 
