@@ -4,20 +4,19 @@ Letters: B batch, T time, H value heads, Q query/key heads, K key dim, V value d
 """
 
 from collections.abc import Callable
-from functools import reduce
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
+from kernels.kda.checks import check_arrays, check_gate, check_implementation
 from kernels.kda.chunked import kda_chunked
-from kernels.kda.operands import KdaInputs, KdaOptions
+from kernels.kda.operands import KdaInputs, KdaOptions, complete
 from kernels.kda.pallas_triton import kda_pallas_triton, unsupported_by_triton
 from kernels.kda.reference import kda_reference
 from kernels.kda.tiles import TILE
 
 GateKind = Literal["bounded", "softplus", "log_decay"]
-_GATE_KINDS = ("bounded", "softplus", "log_decay")
 
 # Every implementation takes the same validated (KdaInputs, KdaOptions).
 Implementation = Callable[[KdaInputs, KdaOptions], tuple[jax.Array, jax.Array]]
@@ -91,41 +90,18 @@ def kda(
       ValueError: an argument has a wrong shape, dtype or value, or the implementation is unknown.
       NotImplementedError: the named implementation does not serve this call.
     """
-    _check_shapes(q, k, v, gate, beta, a_log, dt_bias, initial_state, segment_ids, lengths)
-    _check_dtypes(
-        {"q": q, "k": k, "v": v, "gate": gate, "beta": beta, "a_log": a_log, "dt_bias": dt_bias},
-        initial_state,
-        {"segment_ids": segment_ids, "lengths": lengths},
-    )
-    _check_gate(gate_kind, lower_bound, a_log, dt_bias)
+    arrays = {"q": q, "k": k, "v": v, "gate": gate, "beta": beta, "a_log": a_log}
+    arrays |= {"dt_bias": dt_bias, "initial_state": initial_state}
+    check_arrays(arrays | {"segment_ids": segment_ids, "lengths": lengths}, has_time=True)
+    check_gate(gate_kind, lower_bound, a_log, dt_bias)
     if chunk_size < TILE or chunk_size % TILE:
         raise ValueError(
             f"chunk_size is {chunk_size}; it must be a positive multiple of {TILE}, such as 64"
         )
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"implementation is {implementation!r}; it must be None or one of "
-            f"{sorted(IMPLEMENTATIONS)}"
-        )
+    check_implementation(implementation, IMPLEMENTATIONS)
 
-    floats = [q, k, v, gate, beta] + [x for x in (a_log, dt_bias, initial_state) if x is not None]
-    dtype = reduce(jnp.promote_types, (x.dtype for x in floats), jnp.float32)
-    state_shape = (*v[:, 0].shape[:2], q.shape[-1], v.shape[-1])
-    inputs = KdaInputs(
-        q,
-        k,
-        v,
-        gate,
-        beta,
-        a_log_H=None if a_log is None else a_log.astype(dtype),
-        dt_bias_HK=None if dt_bias is None else dt_bias.astype(dtype),
-        initial_state_BHKV=(
-            jax.lax.full_like(v, 0, dtype, state_shape)
-            if initial_state is None
-            else initial_state.astype(dtype)
-        ),
-        segment_BT=_count_restarts(segment_ids, lengths),
-        lengths_B=None if lengths is None else lengths.astype(jnp.int32),
+    inputs = complete(
+        *arrays.values(), segment_BT=_count_restarts(segment_ids, lengths), lengths=lengths
     )
     options = KdaOptions(
         gate_kind=gate_kind,
@@ -152,87 +128,3 @@ def _count_restarts(segment_ids: jax.Array | None, lengths: jax.Array | None) ->
         positions_T = jnp.arange(1, segment_ids.shape[1])
         restart_BT &= positions_T[None, :] < lengths[:, None]
     return jnp.pad(jnp.cumsum(restart_BT, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
-
-
-def _check_shapes(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    gate: jax.Array,
-    beta: jax.Array,
-    a_log: jax.Array | None,
-    dt_bias: jax.Array | None,
-    initial_state: jax.Array | None,
-    segment_ids: jax.Array | None,
-    lengths: jax.Array | None,
-) -> None:
-    for name, x in (("q", q), ("v", v)):
-        if x.ndim != 4 or 0 in x.shape:
-            raise ValueError(
-                f"{name} has shape {x.shape}; it must be [batch, time, heads, dim] with no empty "
-                "dim, such as (1, 64, 4, 32)"
-            )
-    batch, num_tokens, num_qk_heads, key_dim = q.shape
-    num_heads, value_dim = v.shape[2:]
-    if num_heads % num_qk_heads:
-        raise ValueError(
-            f"v has {num_heads} heads and q has {num_qk_heads}; v's must be a multiple of q's, "
-            f"such as {num_qk_heads} or {2 * num_qk_heads}"
-        )
-    expected = {
-        "k": (k, (batch, num_tokens, num_qk_heads, key_dim)),
-        "v": (v, (batch, num_tokens, num_heads, value_dim)),
-        "gate": (gate, (batch, num_tokens, num_heads, key_dim)),
-        "beta": (beta, (batch, num_tokens, num_heads)),
-        "a_log": (a_log, (num_heads,)),
-        "dt_bias": (dt_bias, (num_heads, key_dim)),
-        "initial_state": (initial_state, (batch, num_heads, key_dim, value_dim)),
-        "segment_ids": (segment_ids, (batch, num_tokens)),
-        "lengths": (lengths, (batch,)),
-    }
-    for name, (x, shape) in expected.items():
-        if x is not None and x.shape != shape:
-            raise ValueError(
-                f"{name} has shape {x.shape}; with q {q.shape} and v {v.shape} it must be {shape}"
-            )
-
-
-def _check_dtypes(
-    floats: dict[str, jax.Array | None],
-    initial_state: jax.Array | None,
-    integers: dict[str, jax.Array | None],
-) -> None:
-    for name, x in floats.items():
-        if x is not None and x.dtype not in (jnp.bfloat16, jnp.float32, jnp.float64):
-            raise ValueError(
-                f"{name} has dtype {x.dtype}; KDA takes float32, bfloat16 or float64 (the decay "
-                "factors overflow float16): cast it to bfloat16"
-            )
-    if initial_state is not None and initial_state.dtype not in (jnp.float32, jnp.float64):
-        raise ValueError(
-            f"initial_state has dtype {initial_state.dtype}; states are kept in float32: cast it"
-        )
-    for name, x in integers.items():
-        if x is not None and not jnp.issubdtype(x.dtype, jnp.integer):
-            raise ValueError(f"{name} has dtype {x.dtype}; it must hold integers, such as int32")
-
-
-def _check_gate(
-    gate_kind: str,
-    lower_bound: float | None,
-    a_log: jax.Array | None,
-    dt_bias: jax.Array | None,
-) -> None:
-    if gate_kind not in _GATE_KINDS:
-        raise ValueError(f"gate_kind is {gate_kind!r}; it must be one of {list(_GATE_KINDS)}")
-    if lower_bound is None and gate_kind == "bounded":
-        raise ValueError(
-            "lower_bound is None; the bounded gate needs a negative number, such as -5.0"
-        )
-    if lower_bound is not None and not lower_bound < 0:
-        raise ValueError(f"lower_bound is {lower_bound}; it must be negative, such as -5.0")
-    if gate_kind == "log_decay" and not (a_log is None and dt_bias is None):
-        raise ValueError(
-            "gate_kind 'log_decay' takes the gate as the finished log-decay: leave out a_log and "
-            "dt_bias, or use gate_kind 'bounded' or 'softplus'"
-        )

@@ -4,6 +4,7 @@ Letters: B batch, T time, H value heads, Q query/key heads, K key dim, V value d
 """
 
 from dataclasses import dataclass
+from functools import reduce
 from typing import NamedTuple
 
 import jax
@@ -54,6 +55,39 @@ class KdaInputs(NamedTuple):
         return self.initial_state_BHKV.dtype
 
 
+def complete(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    gate: jax.Array,
+    beta: jax.Array,
+    a_log: jax.Array | None,
+    dt_bias: jax.Array | None,
+    state: jax.Array | None,
+    *,
+    segment_BT: jax.Array | None,
+    lengths: jax.Array | None,
+) -> KdaInputs:
+    """Checked arguments with what the caller left out, parameters and state in one dtype."""
+    floats = [q, k, v, gate, beta] + [x for x in (a_log, dt_bias, state) if x is not None]
+    dtype = reduce(jnp.promote_types, (x.dtype for x in floats), jnp.float32)
+    state_shape = (*v[:, 0].shape[:2], q.shape[-1], v.shape[-1])
+    return KdaInputs(
+        q,
+        k,
+        v,
+        gate,
+        beta,
+        a_log_H=None if a_log is None else a_log.astype(dtype),
+        dt_bias_HK=None if dt_bias is None else dt_bias.astype(dtype),
+        initial_state_BHKV=(
+            jax.lax.full_like(v, 0, dtype, state_shape) if state is None else state.astype(dtype)
+        ),
+        segment_BT=segment_BT,
+        lengths_B=None if lengths is None else lengths.astype(jnp.int32),
+    )
+
+
 class Activated(NamedTuple):
     """Operands of the recurrence in the compute dtype, all with one head per value head."""
 
@@ -76,6 +110,20 @@ def _keep(x: jax.Array, mask_BT: jax.Array) -> jax.Array:
     return jnp.where(mask_BT.reshape(mask_BT.shape + (1,) * (x.ndim - 2)), x, jnp.zeros_like(x))
 
 
+def log_decay(
+    options: KdaOptions,
+    gate_BTHK: jax.Array,
+    a_log_H: jax.Array | None,
+    dt_bias_HK: jax.Array | None,
+) -> jax.Array:
+    """The log-decay g <= 0 of the call's kind of gate."""
+    if options.gate_kind == "bounded":
+        return gates.bounded_log_decay(gate_BTHK, a_log_H, dt_bias_HK, options.lower_bound)
+    if options.gate_kind == "softplus":
+        return gates.softplus_log_decay(gate_BTHK, a_log_H, dt_bias_HK)
+    return gate_BTHK
+
+
 def activate(inputs: KdaInputs, options: KdaOptions, valid_BT: jax.Array | None) -> Activated:
     """Norms, gate, write strength and head groups; a masked-out token becomes inert.
 
@@ -85,12 +133,7 @@ def activate(inputs: KdaInputs, options: KdaOptions, valid_BT: jax.Array | None)
     q, k, v, gate, beta = inputs[:5]
     if valid_BT is not None:
         q, k, v, gate, beta = (_keep(x, valid_BT) for x in (q, k, v, gate, beta))
-    if options.gate_kind == "bounded":
-        g = gates.bounded_log_decay(gate, inputs.a_log_H, inputs.dt_bias_HK, options.lower_bound)
-    elif options.gate_kind == "softplus":
-        g = gates.softplus_log_decay(gate, inputs.a_log_H, inputs.dt_bias_HK)
-    else:
-        g = gate
+    g = log_decay(options, gate, inputs.a_log_H, inputs.dt_bias_HK)
     beta = gates.write_strength(beta, options.beta_is_logit)
     if valid_BT is not None:
         g, beta = _keep(g, valid_BT), _keep(beta, valid_BT)

@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels.kda import kda
+from kernels.kda import kda, kda_decode
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 PER_TOKEN = ("q", "k", "v", "gate", "beta")
+PER_TOKEN_RESULTS = ("o", *(f"d{name}" for name in PER_TOKEN))
 INTEGERS = ("segment_ids", "lengths")
 
 
@@ -47,6 +48,31 @@ def finished_inputs(*shape, seed=0, steepest=5.0):
     return inputs
 
 
+def packed_inputs(num_tokens, *heads_and_dims):
+    """Four rows that differ in their documents and lengths; num_tokens is at least 67."""
+    inputs = random_inputs(4, num_tokens, *heads_and_dims)
+    rng = np.random.default_rng(3)
+    starts = np.zeros((4, num_tokens), np.int32)
+    starts[0] = 1  # one-token documents
+    starts[1, rng.choice(64, 32, replace=False)] = 1  # many starts within a chunk
+    starts[2, [1, 15, 16, 17, 48, 63, 64, 65]] = 1
+    starts[3, [20, 40, 60, 66]] = 1
+    starts[2, 66:] = rng.uniform(size=num_tokens - 66) < 0.05
+    segment_ids = np.cumsum(starts, axis=1)
+    segment_ids[3, 55:] = 0  # padding's id may be any, and lengths may end before it or in it
+    return inputs | {
+        "segment_ids": segment_ids.astype(np.int32),
+        "lengths": np.array([num_tokens, num_tokens, num_tokens - 1, 52], np.int32),
+    }
+
+
+def rounded(inputs, dtype):
+    """The values that evaluate() makes of them, as float64."""
+    with jax.default_device(_cpu()):
+        floats = as_arrays({n: x for n, x in inputs.items() if n not in INTEGERS}, dtype)
+        return inputs | {name: np.asarray(x, np.float64) for name, x in floats.items()}
+
+
 def cotangents(inputs, seed=7):
     """Random cotangents (do, dfinal_state)."""
     rng = np.random.default_rng(seed)
@@ -68,16 +94,22 @@ def _program(implementation, options):
     return jax.jit(jax.grad(loss, has_aux=True))
 
 
+def as_arrays(floats, dtype):
+    """JAX arrays of a dtype, the state's at least float32."""
+    state_dtype = jnp.promote_types(dtype, jnp.float32)
+    return {
+        name: jnp.asarray(x, state_dtype if name == "initial_state" else dtype)
+        for name, x in floats.items()
+    }
+
+
 def evaluate(implementation, inputs, dtype=np.float32, cotangent=None, **options):
     """{"o", "final_state", "dq", ...} in NumPy; float64 if that is the dtype asked for."""
     do, dfinal_state = cotangents(inputs) if cotangent is None else cotangent
     with jax.enable_x64(np.dtype(dtype) == np.float64):
         state_dtype = jnp.promote_types(dtype, jnp.float32)
-        floats = {
-            name: jnp.asarray(x, state_dtype if name == "initial_state" else dtype)
-            for name, x in inputs.items()
-            if name not in INTEGERS
-        }
+        floats = {name: x for name, x in inputs.items() if name not in INTEGERS}
+        floats = as_arrays(floats, dtype)
         integers = {name: jnp.asarray(inputs[name]) for name in INTEGERS if name in inputs}
         grads, outputs = _program(implementation, tuple(sorted(options.items())))(
             floats, integers, jnp.asarray(do, state_dtype), jnp.asarray(dfinal_state, state_dtype)
@@ -86,10 +118,56 @@ def evaluate(implementation, inputs, dtype=np.float32, cotangent=None, **options
         return {name: np.asarray(x) for name, x in results.items()}
 
 
-def truth(inputs, cotangent=None, **options):
-    """The token recurrence in float64."""
+@cache
+def _decode_program(implementation, options):
+    def chain(per_token, params, state, active):
+        def step(state, token):
+            o, state = kda_decode(
+                **token,
+                **params,
+                state=state,
+                active=active,
+                implementation=implementation,
+                **dict(options),
+            )
+            return state, o
+
+        time_major = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), per_token)
+        state, o = jax.lax.scan(step, state, time_major)
+        return {"o": jnp.moveaxis(o, 0, 1), "final_state": state}
+
+    return jax.jit(chain)
+
+
+def decode(implementation, inputs, dtype=np.float32, active=None, **options):
+    """Token after token by kda_decode: {"o", "final_state"} in NumPy."""
+    with jax.enable_x64(np.dtype(dtype) == np.float64):
+        params = as_arrays(inputs, dtype)
+        per_token = {name: params.pop(name) for name in PER_TOKEN}
+        state = params.pop("initial_state")
+        program = _decode_program(implementation, tuple(sorted(options.items())))
+        results = program(per_token, params, state, active)
+        return {name: np.asarray(x) for name, x in results.items()}
+
+
+def truth(inputs, cotangent=None, implementation="reference", **options):
+    """The token recurrence in float64, on the CPU."""
     options = options | {"chunk_size": 64}
-    return evaluate("reference", inputs, np.float64, cotangent, **options)
+    with jax.default_device(_cpu()):
+        return evaluate(implementation, inputs, np.float64, cotangent, **options)
+
+
+def _cpu():
+    return jax.local_devices(backend="cpu")[0]
+
+
+def relative_rms(got, want):
+    """RMS(got - want) / RMS(want); what should be 0 must be."""
+
+    def rms(x):
+        return np.sqrt(np.mean(np.square(x, dtype=np.float64)))
+
+    return float(rms(got.astype(np.float64) - want) / max(rms(want), 1e-12))
 
 
 def assert_close(got, want, tolerance, floor=1e-3):
@@ -141,5 +219,50 @@ def pad_tokens(inputs, cotangent, num_tokens):
 
 def first_tokens(results, num_tokens):
     """Cuts the per-token arrays of `evaluate` down to the first tokens."""
-    per_token = ("o", *(f"d{name}" for name in PER_TOKEN))
-    return {n: x[:, :num_tokens] if n in per_token else x for n, x in results.items()}
+    return {n: x[:, :num_tokens] if n in PER_TOKEN_RESULTS else x for n, x in results.items()}
+
+
+def with_another_future(inputs, length):
+    """Every input changed from token `length` on, the gate to saturation."""
+    batch, num_tokens, num_qk_heads, key_dim = inputs["q"].shape
+    num_heads, value_dim = inputs["v"].shape[2:]
+    dims = num_qk_heads, num_heads, key_dim, value_dim
+    other = random_inputs(batch, num_tokens, *dims, seed=1)
+    other["gate"] = 1e4 * np.sign(other["gate"])
+    return inputs | {
+        name: np.concatenate([inputs[name][:, :length], other[name][:, length:]], axis=1)
+        for name in PER_TOKEN
+    }
+
+
+def prefix_cotangent(inputs, length):
+    """A loss of the first tokens alone."""
+    do, dfinal_state = cotangents(inputs)
+    do[:, length:] = 0
+    return do, 0 * dfinal_state
+
+
+def part_of(inputs, cotangent, start, end, state, dstate):
+    """Tokens start to end as a call of their own; all parts share one program through lengths."""
+    part = inputs | {name: np.roll(inputs[name], -start, axis=1) for name in PER_TOKEN}
+    part["segment_ids"] = np.zeros(inputs["q"].shape[:2], np.int32)
+    part["lengths"] = np.full(len(inputs["q"]), end - start)
+    return part | {"initial_state": state}, (np.roll(cotangent[0], -start, axis=1), dstate)
+
+
+def whole_and_chained(run, inputs, cotangent, cut):
+    """Results of one call, and of two that the state and its gradient join; run: evaluate's."""
+    num_tokens, state, dstate = inputs["q"].shape[1], inputs["initial_state"], cotangent[1]
+
+    def part(start, end, state, dstate):
+        results = run(*part_of(inputs, cotangent, start, end, state, dstate))
+        return first_tokens(results, end - start)
+
+    whole = part(0, num_tokens, state, dstate)
+    middle = part(0, cut, state, dstate)["final_state"]
+    tail = part(cut, num_tokens, middle, dstate)
+    head = part(0, cut, state, tail["dinitial_state"])
+    chained = {name: np.concatenate([head[name], tail[name]], axis=1) for name in PER_TOKEN_RESULTS}
+    chained |= {name: head[name] + tail[name] for name in ("da_log", "ddt_bias")}
+    chained |= {"final_state": tail["final_state"], "dinitial_state": head["dinitial_state"]}
+    return whole, chained

@@ -17,6 +17,7 @@ from tests.kernels.kda_cases import (
     finished_inputs,
     first_tokens,
     golden,
+    packed_inputs,
     pad_tokens,
     random_inputs,
     truth,
@@ -96,25 +97,8 @@ def test_golden_documents(implementation):
         assert_close({key: joined}, {key: want[key]}, 1e-5)
 
 
-def packed_inputs():
-    """Rows that differ in their documents; grouped values, odd widths, more than one chunk."""
-    inputs = random_inputs(4, 70, 2, 4, 12, 20)
-    rng = np.random.default_rng(3)
-    starts = np.zeros((4, 70), np.int32)
-    starts[0] = 1  # one-token documents
-    starts[1, rng.choice(64, 32, replace=False)] = 1  # many starts within a chunk
-    starts[2, [1, 15, 16, 17, 48, 63, 64, 65]] = 1
-    starts[3, [20, 40, 60, 66]] = 1
-    segment_ids = np.cumsum(starts, axis=1)
-    segment_ids[3, 55:] = 0  # padding's id may be any, and lengths may end before it or in it
-    return inputs | {
-        "segment_ids": segment_ids.astype(np.int32),
-        "lengths": np.array([70, 70, 69, 52], np.int32),
-    }
-
-
 EQUAL_CASES = {
-    "packed": (packed_inputs(), {"chunk_size": 32}),
+    "packed": (packed_inputs(70, 2, 4, 12, 20), {"chunk_size": 32}),
     "softplus": (random_inputs(2, 37, 2, 2, 16, 16), {"gate_kind": "softplus", "chunk_size": 32}),
     "odd_lengths": (
         random_inputs(7, 65, 1, 1, 24, 8, gate_params=False)

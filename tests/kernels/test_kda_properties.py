@@ -11,26 +11,21 @@ from kernels.kda import kda
 from kernels.kda.api import IMPLEMENTATIONS
 from tests.kernels.kda_cases import (
     PER_TOKEN,
+    as_arrays,
     assert_close,
     cotangents,
     evaluate,
     first_tokens,
+    part_of,
+    prefix_cotangent,
     random_inputs,
+    rounded,
     truth,
+    whole_and_chained,
+    with_another_future,
 )
 
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-
-
-def as_arrays(inputs):
-    return {name: jnp.asarray(x, jnp.float32) for name, x in inputs.items()}
-
-
-def prefix_cotangent(inputs, length):
-    """A loss of the first tokens alone."""
-    do, dfinal_state = cotangents(inputs)
-    do[:, length:] = 0
-    return do, 0 * dfinal_state
 
 
 def assert_same_prefix(got, want, length):
@@ -44,13 +39,8 @@ def assert_same_prefix(got, want, length):
 @pytest.mark.parametrize("gate_kind", ["bounded", "softplus"])
 def test_no_future_token_reaches_the_past(implementation, gate_kind):
     inputs = random_inputs(1, 80, 1, 2, 16, 8)
-    other = random_inputs(1, 80, 1, 2, 16, 8, seed=1)
-    other["gate"] = 1e4 * np.sign(other["gate"])
     for length in (1, 15, 16, 17, 21, 63, 64, 65):
-        changed = inputs | {
-            name: np.concatenate([inputs[name][:, :length], other[name][:, length:]], axis=1)
-            for name in PER_TOKEN
-        }
+        changed = with_another_future(inputs, length)
         cotangent = prefix_cotangent(inputs, length)
         want = evaluate(implementation, inputs, cotangent=cotangent, gate_kind=gate_kind)
         got = evaluate(implementation, changed, cotangent=cotangent, gate_kind=gate_kind)
@@ -68,14 +58,6 @@ def test_more_tokens_leave_the_prefix_alone(implementation):
     for results in (want, got):  # sums over tokens may be taken in another order
         del results["da_log"], results["ddt_bias"]
     assert_same_prefix(got, want, 21)
-
-
-def part_of(inputs, cotangent, start, end, state, dstate):
-    """Tokens start to end as a call of their own; all parts share one program through lengths."""
-    part = inputs | {name: np.roll(inputs[name], -start, axis=1) for name in PER_TOKEN}
-    part["segment_ids"] = np.zeros(inputs["q"].shape[:2], np.int32)
-    part["lengths"] = np.full(len(inputs["q"]), end - start)
-    return part | {"initial_state": state}, (np.roll(cotangent[0], -start, axis=1), dstate)
 
 
 def assert_part(part, whole, start, end):
@@ -107,22 +89,12 @@ def test_documents_equal_themselves_alone(implementation):
 @every_implementation
 def test_chained_calls_equal_one(implementation):
     inputs = random_inputs(1, 40, 1, 1, 16, 8)
-    cotangent = cotangents(inputs)
 
-    def run(start, end, state, dstate):
-        part, part_cotangent = part_of(inputs, cotangent, start, end, state, dstate)
-        return evaluate(implementation, part, np.float64, part_cotangent, chunk_size=16)
+    def run(part, cotangent):
+        return evaluate(implementation, part, np.float64, cotangent, chunk_size=16)
 
-    state, dstate = inputs["initial_state"], cotangent[1]
-    whole = run(0, 40, state, dstate)
-    middle = run(0, 23, state, dstate)["final_state"]
-    tail = run(23, 40, middle, dstate)
-    head = run(0, 23, state, tail["dinitial_state"])
-    assert_part(head, whole, 0, 23)
-    assert_part(tail, whole, 23, 40)
-    joined = {name: head[name] + tail[name] for name in ("da_log", "ddt_bias")}
-    joined |= {"dinitial_state": head["dinitial_state"], "final_state": tail["final_state"]}
-    assert_close(joined, {name: whole[name] for name in joined}, 1e-12)
+    whole, chained = whole_and_chained(run, inputs, cotangents(inputs), 23)
+    assert_close(chained, whole, 1e-12)
 
 
 @every_implementation
@@ -154,12 +126,9 @@ def test_grouped_values_equal_repeated_keys(implementation):
 
 @every_implementation
 def test_bfloat16_inputs(implementation):
-    def rounded(x):
-        return np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64)
-
-    inputs = {name: rounded(x) for name, x in random_inputs(2, 70, 1, 2, 32, 16).items()}
+    inputs = rounded(random_inputs(2, 70, 1, 2, 32, 16), jnp.bfloat16)
     do, dfinal_state = cotangents(inputs)
-    cotangent = rounded(do), dfinal_state
+    cotangent = rounded({"do": do}, jnp.bfloat16)["do"], dfinal_state
     got = evaluate(implementation, inputs, jnp.bfloat16, cotangent)
     assert got.pop("final_state").dtype == got.pop("dinitial_state").dtype == np.float32
     assert all(x.dtype == jnp.bfloat16 for x in got.values())
@@ -171,7 +140,9 @@ def test_bfloat16_inputs(implementation):
 
 @every_implementation
 def test_scan_over_rematerialised_layers(implementation):
-    layers = [as_arrays(random_inputs(1, 20, 1, 1, 16, 16, seed=seed)) for seed in (1, 2)]
+    layers = [
+        as_arrays(random_inputs(1, 20, 1, 1, 16, 16, seed=seed), jnp.float32) for seed in (1, 2)
+    ]
     stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *layers)
     v = layers[0].pop("v")
 
@@ -193,7 +164,7 @@ def test_scan_over_rematerialised_layers(implementation):
 
 @every_implementation
 def test_vmap(implementation):
-    arrays = as_arrays(random_inputs(2, 20, 1, 1, 16, 8, gate_params=False))
+    arrays = as_arrays(random_inputs(2, 20, 1, 1, 16, 8, gate_params=False), jnp.float32)
 
     def loss(x):
         return jnp.sum(kda(**x, chunk_size=16, implementation=implementation)[0] ** 2)

@@ -11,7 +11,14 @@ from kernels.kda import chunk, pallas_triton
 from kernels.kda.operands import KdaInputs, KdaOptions
 from kernels.kda.triton.inverse import unit_lower_inverse
 from kernels.kda.triton.plan import Plan
-from tests.kernels.kda_cases import PER_TOKEN, cotangents, evaluate, first_tokens, random_inputs
+from tests.kernels.kda_cases import (
+    cotangents,
+    evaluate,
+    first_tokens,
+    prefix_cotangent,
+    random_inputs,
+    with_another_future,
+)
 
 KERNELS = ("prepare", "scan", "prepare_again", "reverse", "solve_vjp", "grads")
 
@@ -105,17 +112,11 @@ def test_splits_cover_every_pair_once_and_look_back_only(num_rows, log_tile):
 @pytest.mark.parametrize("length", [1, 17, 31, 32, 33, 64])
 def test_no_future_token_reaches_the_past_in_bfloat16(length):
     """Tiles of 32 rows, which only bfloat16 takes: bit for bit, saturated gates included."""
-    inputs, other = (random_inputs(1, 80, 1, 1, 16, 16, seed=seed) for seed in range(2))
-    other["gate"] = 1e4 * np.sign(other["gate"])
-    changed = inputs | {
-        name: np.concatenate([inputs[name][:, :length], other[name][:, length:]], axis=1)
-        for name in PER_TOKEN
-    }
-    do, d_state = cotangents(inputs)
-    do[:, length:] = 0
+    inputs = random_inputs(1, 80, 1, 1, 16, 16)
+    cotangent = prefix_cotangent(inputs, length)
     want, got = (
-        first_tokens(evaluate("pallas_triton", x, jnp.bfloat16, (do, 0 * d_state)), length)
-        for x in (inputs, changed)
+        first_tokens(evaluate("pallas_triton", x, jnp.bfloat16, cotangent), length)
+        for x in (inputs, with_another_future(inputs, length))
     )
     for name in want.keys() - {"final_state"}:
         np.testing.assert_array_equal(got[name], want[name], err_msg=name)
