@@ -4,7 +4,7 @@ Letters: B batch, T time, H value heads, Q query/key heads, K key dim, V value d
 """
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,8 @@ from kernels.kda.reference import kda_reference
 from kernels.kda.tiles import TILE
 
 GateKind = Literal["bounded", "softplus", "log_decay"]
+Residuals = Literal["default", "lean"]
+RESIDUALS = get_args(Residuals)
 
 # Every implementation takes the same validated (KdaInputs, KdaOptions).
 Implementation = Callable[[KdaInputs, KdaOptions], tuple[jax.Array, jax.Array]]
@@ -45,6 +47,8 @@ def kda(
     segment_ids: jax.Array | None = None,
     lengths: jax.Array | None = None,
     chunk_size: int = 64,
+    num_splits: int | None = None,
+    residuals: Residuals = "default",
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Kimi Delta Attention, causal over T (Kimi K3 report Eq. 1-5; Kimi Linear Eq. 1-9).
@@ -79,6 +83,12 @@ def kda(
         state from zero. No value is special.
       lengths: [B] integers. Tokens from there on are inert: o = 0, the state stays, no gradient.
       chunk_size: a multiple of 16; changes speed and rounding only.
+      num_splits: into how many pieces "pallas_triton" cuts the sequence, to run them side by side;
+        their length is a multiple of 16 chunks, so there may be fewer. None chooses by the shapes.
+        Changes speed and rounding only, and other implementations do not read it.
+      residuals: what "pallas_triton" keeps for the backward pass. "default": the inputs, o, the
+        scores and their inverse (256 bytes a token and head in bfloat16); "lean": the inputs, at
+        the price of one more forward pass.
       implementation: "reference" (token recurrence, the oracle), "xla" (chunked, pure JAX),
         "pallas_triton" (NVIDIA GPUs; interpreted elsewhere), or None for the best that serves the
         call on the default backend: "pallas_triton" on a GPU, else "xla".
@@ -98,6 +108,10 @@ def kda(
         raise ValueError(
             f"chunk_size is {chunk_size}; it must be a positive multiple of {TILE}, such as 64"
         )
+    if num_splits is not None and num_splits < 1:
+        raise ValueError(f"num_splits is {num_splits}; it must be None or positive, such as 4")
+    if residuals not in RESIDUALS:
+        raise ValueError(f"residuals is {residuals!r}; it must be one of {list(RESIDUALS)}")
     check_implementation(implementation, IMPLEMENTATIONS)
 
     inputs = complete(
@@ -110,6 +124,8 @@ def kda(
         use_qk_l2norm=use_qk_l2norm,
         scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
         chunk_size=chunk_size,
+        num_splits=num_splits,
+        residuals=residuals,
     )
     return IMPLEMENTATIONS[implementation or _default(inputs)](inputs, options)
 

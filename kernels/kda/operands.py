@@ -26,6 +26,8 @@ class KdaOptions:
     use_qk_l2norm: bool
     scale: float
     chunk_size: int
+    num_splits: int | None = None
+    residuals: str = "default"
 
     @property
     def tile_bound(self) -> float | None:

@@ -145,10 +145,8 @@ def _chunked(plan: Plan, x_BTHV: jax.Array) -> jax.Array:
 
 
 def _piece_chunks(plan: Plan, inputs: KdaInputs) -> int:
-    num_splits = plan.options.num_splits
-    if num_splits is None:
-        num_splits = 1
-    return piece_chunks(num_splits, inputs.v_BTHV.shape[1] // plan.num_rows)
+    batch, num_tokens, num_heads, _ = inputs.v_BTHV.shape
+    return piece_chunks(plan.options.num_splits, batch * num_heads, num_tokens // plan.num_rows)
 
 
 def _chains(x_BHKV: jax.Array) -> jax.Array:
@@ -178,7 +176,16 @@ def _forward(plan: Plan, inputs: KdaInputs) -> tuple:
     return (o_BTHV, state_BHKV), (inputs, solved, pieces, o_BTHV)
 
 
+def _forward_for_vjp(plan: Plan, inputs: KdaInputs) -> tuple:
+    outputs, residuals = _forward(plan, inputs)
+    return outputs, (inputs,) if plan.options.residuals == "lean" else residuals
+
+
 def _backward(plan: Plan, residuals: tuple, cotangents: tuple) -> tuple:
+    if plan.options.residuals == "lean":
+        # Behind the cotangents, or XLA would find the forward pass's results and keep them.
+        residuals, cotangents = jax.lax.optimization_barrier((residuals, cotangents))
+        _, residuals = _forward(plan, *residuals)
     inputs, solved, pieces, o_BTHV = residuals
     do_BTHV, d_state_BHKV = cotangents
     plan = dataclasses.replace(plan, most_log_tile=4)  # nothing bounds a cotangent
@@ -240,4 +247,4 @@ def _sum_group(plan: Plan, dx_BTHK: jax.Array) -> jax.Array:
     return jnp.sum(dx_BTHK.reshape(batch, num_tokens, -1, plan.group, dim), axis=3)
 
 
-_kda.defvjp(_forward, _backward, optimize_remat=True)
+_kda.defvjp(_forward_for_vjp, _backward, optimize_remat=True)

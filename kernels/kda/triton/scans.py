@@ -1,5 +1,5 @@
-"""The serial kernels of KDA on the Triton backend: `scan` carries the state over the chunks, `reverse`
-its gradient back.
+"""The serial kernels of KDA on the Triton backend: `scan` carries the state over the chunks and
+`reverse` its gradient back.
 
 Few chains leave most of the GPU idle, so a sequence can be cut into pieces that run side by side. A
 piece is an affine map of its entering state, S' = M S + N: N is a scan from zero and M a scan from
@@ -13,6 +13,7 @@ Letters: B batch, T time, H value heads, K key dim, V value dim, N chunks, C chu
 (B x H), P pieces.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -26,6 +27,11 @@ from kernels.kda.triton.plan import Plan, keep, varying_like
 
 # Chunks: the length of a piece is a multiple of it, whatever T is.
 PIECE_UNIT = 16
+# A piece costs more than it brings where there are so many already, or where it is shorter.
+# Measured on an H200.
+ENOUGH_PIECES, SHORTEST_PIECE = 128, 32
+# Chains and pieces from which a program takes 128 value channels and not 64.
+WIDE_FROM = 96
 
 
 class Stream(NamedTuple):
@@ -57,10 +63,10 @@ class Reversed(NamedTuple):
     dv: jax.Array | None  # [B, N, C, H, V]
 
 
-def _values(plan: Plan, x: Stream, values: pl.Slice, num_heads: int, n: jax.Array) -> jax.Array:
+def _values(
+    plan: Plan, x: Stream, row: jax.Array, n: jax.Array, head: jax.Array, values: pl.Slice
+) -> jax.Array:
     """[C, V] of a chunk, zeros behind the sequence's length."""
-    chain = pl.program_id(1)
-    row, head = chain // num_heads, chain % num_heads
     values_CV = x.values[row, n, :, head, values]
     if x.lengths is None:
         return values_CV
@@ -92,10 +98,12 @@ def _scan_kernel(
         state_narrow_VK = state_VK.astype(narrow)
         if out.states is not None:
             out.states[chain, n, values, :] = state_VK.astype(out.states.dtype)
-        missing_VC = -plan.dot(state_narrow_VK, prepared.k_enter[chain, n], b_rows=True)
-        if x.values is not None:
-            missing_VC += _values(plan, x, values, num_heads, n).T.astype(plan.wide)
-        missing_VC = missing_VC.astype(narrow)
+        seen_VC = plan.dot(state_narrow_VK, prepared.k_enter[chain, n], b_rows=True)
+        if x.values is None:
+            missing_VC = (-seen_VC).astype(narrow)
+        else:
+            v_CV = _values(plan, x, row, n, head, values)
+            missing_VC = (v_CV.T.astype(plan.wide) - seen_VC).astype(narrow)
         v_new_VC = plan.dot(missing_VC, solved.solve[chain, n], b_rows=True).astype(narrow)
         if out.v_new is not None:
             out.v_new[chain, n, values, :] = v_new_VC
@@ -124,7 +132,7 @@ def _reverse_kernel(
         d_narrow_VK = d_state_VK.astype(narrow)
         if out.d_leaving is not None:
             out.d_leaving[chain, n, values, :] = d_narrow_VK
-        do_CV = _values(plan, x, values, num_heads, n).astype(narrow)
+        do_CV = _values(plan, x, row, n, head, values).astype(narrow)
         dv_new_VC = plan.dot(do_CV, solved.p[chain, n], a_columns=True)
         dv_new_VC += plan.dot(d_narrow_VK, prepared.k_leave[chain, n], b_rows=True)
         dv_VC = plan.dot(dv_new_VC.astype(narrow), solved.solve[chain, n]).astype(narrow)
@@ -141,7 +149,7 @@ def _call(
     plan: Plan,
     span: Span,
     num_heads: int,
-    kernel: callable,
+    kernel: Callable[..., None],
     x: Stream,
     states_XPKV: jax.Array,
     out_shape: Scanned | Reversed,
@@ -149,7 +157,7 @@ def _call(
 ) -> Scanned | Reversed:
     """One program for every piece of a chain and some of the value channels."""
     chains, pieces, key_dim, value_dim = states_XPKV.shape
-    values = min(128 if chains * pieces >= 96 else 64, value_dim)
+    values = min(128 if chains * pieces >= WIDE_FROM else 64, value_dim)
     of_piece = pl.BlockSpec((None, None, key_dim, values), lambda v, x, p: (x, p, 0, v))
     whole = pl.BlockSpec()
     return pl.pallas_call(
@@ -222,8 +230,10 @@ def reverse(
     return _call(plan, span, num_heads, _reverse_kernel, x, d_states_XPKV, out_shape, "kda_reverse")
 
 
-def piece_chunks(num_splits: int, num_chunks: int) -> int:
-    """Chunks of a piece, if a sequence is to be cut into so many or a few less."""
+def piece_chunks(num_splits: int | None, chains: int, num_chunks: int) -> int:
+    """Chunks of a piece, if every chain is cut into so many pieces, or a few less."""
+    if num_splits is None:
+        num_splits = max(1, min(ENOUGH_PIECES // chains, num_chunks // SHORTEST_PIECE))
     units = -(-num_chunks // PIECE_UNIT)
     return PIECE_UNIT * -(-units // num_splits)
 
