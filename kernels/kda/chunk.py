@@ -119,8 +119,12 @@ class Decays:
     def _tile_factors(self) -> tuple[jax.Array, jax.Array]:
         if self._tile is None:
             summed_RK = self.span(self.masks.spans[self.num_splits - 1])
-            exponents = summed_RK + self._shift, -self._shift - summed_RK
-            self._tile = self.exp2(exponents[0]), self.exp2(exponents[1])
+            if 2 * self._shift < 127:
+                scale = 2.0**self._shift  # behind the exponential, where it costs no bits
+                self._tile = self.exp2(summed_RK) * scale, self.exp2(-summed_RK) / scale
+            else:
+                exponents = summed_RK + self._shift, -self._shift - summed_RK
+                self._tile = self.exp2(exponents[0]), self.exp2(exponents[1])
         return self._tile
 
     def accumulate(self, add: Callable[[Split, Carry], Carry], carry: Carry) -> Carry:

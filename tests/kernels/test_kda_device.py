@@ -40,7 +40,13 @@ BOUNDS = {
 }
 FLOAT32_GRADIENTS = 2e-5
 OUTPUTS = tuple(BOUNDS["bfloat16"])
-BFLOAT16_EPS = 2.0**-8
+BFLOAT16_BOUNDS = {
+    "steepest": {"dgate": 2.0**-8},
+    # Rounded operands, of which most of the information cancels. jax-linear-attention errs as much.
+    "collinear": dict.fromkeys(OUTPUTS, 8e-2),
+    # One head, so one number, a sum over all tokens that mostly cancels.
+    "shapes": {"da_log": 2e-2},
+}
 
 PREFIXES = (1, 15, 16, 17, 21, 63, 64, 65)
 FINISHED = {"gate_kind": "log_decay", "beta_is_logit": False}
@@ -58,6 +64,7 @@ STRESS = (1, tokens(512, 128), 1, 2, 128, 128)
 COLLINEAR = (1, tokens(2048, 256), 1, 2, 128, 128)
 PACKED = (tokens(512, 128), 1, 2, 64, 64)
 LONG = tokens(65536, 4096)
+PIECES = (1, tokens(4200, 200), 1, 2, 64, 64)  # 66 chunks: pieces of 32, 32 and 2 at most
 
 
 def saturated(pattern):
@@ -155,7 +162,9 @@ def test_equals_the_recurrence(check, dtype, family, case):
     make, options = CASES[family, case]
     inputs, cotangent = on_grid(make(), dtype)
     got = evaluate(None, inputs, dtype, cotangent, **options)
-    bounds = {"dgate": BFLOAT16_EPS} if family == "steepest" and dtype == jnp.bfloat16 else {}
+    bounds = {}
+    if dtype == jnp.bfloat16:
+        bounds = BFLOAT16_BOUNDS.get(family, {})
     check(family, got, truth(inputs, cotangent, **options), bounds)
 
 
@@ -166,6 +175,25 @@ def test_two_chunk_sizes_agree(check, dtype):
     # Each may be as wrong as its bound.
     both = {name: 2 * bound for name, bound in BOUNDS[jnp.dtype(dtype).name].items()}
     check("32_against_64", by_32, by_64, both if dtype == jnp.bfloat16 else {})
+
+
+def remembering(shape):
+    """Decays so slow that states cross from piece to piece."""
+    inputs = random_inputs(*shape)
+    return inputs | {"gate": inputs["gate"] - 6}
+
+
+def test_pieces_equal_the_recurrence(check, dtype):
+    inputs, cotangent = on_grid(remembering(PIECES), dtype)
+    got = evaluate(None, inputs, dtype, cotangent, num_splits=4)
+    check("pieces", got, truth(inputs, cotangent))
+
+
+def test_pieces_agree_with_one(check, dtype):
+    inputs, cotangent = on_grid(remembering(PIECES), dtype)
+    one, pieces = (evaluate(None, inputs, dtype, cotangent, num_splits=n) for n in (1, 4))
+    bounds = dict.fromkeys(OUTPUTS, 4e-3 if dtype == jnp.bfloat16 else 1e-5)
+    check("pieces_against_1", pieces, one, bounds)
 
 
 def test_chained_calls_equal_one(check, dtype):
@@ -231,6 +259,20 @@ def test_no_future_token_reaches_the_past(check_equal, dtype):
             yield length, prefix(got, length), prefix(want, length)
 
     check_equal("causality", pairs())
+
+
+def test_no_future_token_reaches_the_past_through_pieces(check_equal, dtype):
+    inputs, length = remembering(PIECES), PIECES[1] // 2 + 1
+
+    def pairs():
+        cotangent = prefix_cotangent(inputs, length)
+        another = with_another_future(inputs, length)
+        for num_splits in (2, 4):
+            want = evaluate(None, inputs, dtype, cotangent, num_splits=num_splits)
+            got = evaluate(None, another, dtype, cotangent, num_splits=num_splits)
+            yield length, prefix(got, length), prefix(want, length)
+
+    check_equal("causality_pieces", pairs())
 
 
 def test_more_tokens_leave_the_prefix_alone(check_equal, dtype):

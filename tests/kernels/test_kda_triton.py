@@ -9,14 +9,17 @@ from jax.sharding import AbstractMesh
 
 from kernels.kda import chunk, pallas_triton
 from kernels.kda.operands import KdaInputs, KdaOptions
+from kernels.kda.triton import scans
 from kernels.kda.triton.inverse import unit_lower_inverse
 from kernels.kda.triton.plan import Plan
 from tests.kernels.kda_cases import (
+    assert_close,
     cotangents,
     evaluate,
     first_tokens,
     prefix_cotangent,
     random_inputs,
+    truth,
     with_another_future,
 )
 
@@ -119,6 +122,58 @@ def test_no_future_token_reaches_the_past_in_bfloat16(length):
         for x in (inputs, with_another_future(inputs, length))
     )
     for name in want.keys() - {"final_state"}:
+        np.testing.assert_array_equal(got[name], want[name], err_msg=name)
+
+
+def remembering(num_tokens):
+    """Decays so slow that states cross from piece to piece."""
+    inputs = random_inputs(1, num_tokens, 1, 2, 16, 16)
+    return inputs | {"gate": inputs["gate"] - 6}
+
+
+@pytest.fixture
+def short_pieces(monkeypatch):
+    monkeypatch.setattr(scans, "PIECE_UNIT", 1)
+
+
+@pytest.mark.parametrize("num_splits", [2, 3, 5])
+def test_pieces_equal_the_recurrence(short_pieces, num_splits):
+    """Five chunks: pieces of 3 and 2, of 2, 2 and 1, and of 1."""
+    inputs = remembering(300)
+    got = evaluate("pallas_triton", inputs, np.float64, num_splits=num_splits)
+    assert_close(got, truth(inputs), 1e-13)
+
+
+def test_pieces_of_documents(short_pieces):
+    starts = np.zeros((1, 300), np.int32)
+    starts[0, [20, 64, 150, 151, 200]] = 1
+    inputs = remembering(300) | {
+        "segment_ids": np.cumsum(starts, axis=1),
+        "lengths": np.array([290], np.int32),
+    }
+    got = evaluate("pallas_triton", inputs, np.float64, num_splits=5)
+    assert_close(got, truth(inputs), 1e-13)
+
+
+@pytest.mark.parametrize("num_splits", [2, 5])
+def test_no_future_token_reaches_the_past_through_pieces(short_pieces, num_splits):
+    inputs, length = remembering(300), 150
+    options = {"cotangent": prefix_cotangent(inputs, length), "num_splits": num_splits}
+    want, got = (
+        first_tokens(evaluate("pallas_triton", x, jnp.bfloat16, **options), length)
+        for x in (inputs, with_another_future(inputs, length))
+    )
+    for name in want.keys() - {"final_state"}:
+        np.testing.assert_array_equal(got[name], want[name], err_msg=name)
+
+
+def test_lean_residuals_change_no_bit():
+    inputs = random_inputs(1, 70, 1, 2, 16, 16)
+    want, got = (
+        evaluate("pallas_triton", inputs, jnp.bfloat16, residuals=residuals)
+        for residuals in ("default", "lean")
+    )
+    for name in want:
         np.testing.assert_array_equal(got[name], want[name], err_msg=name)
 
 

@@ -61,32 +61,34 @@ class Solve(NamedTuple):
 def _solve_kernel(plan: Plan, tokens: Tokens, x: ValueSide, out: Solve) -> None:
     rows, wide = pl.ds(0, plan.num_rows), plan.wide
     valid_C1 = valid_rows(plan, tokens, rows)
+    beta_C1 = activate_beta(plan, tokens.beta[...].reshape(-1, 1), valid_C1)
     zeros_CC = jnp.zeros((plan.num_rows, plan.num_rows), wide)
     zeros_C = jnp.zeros((plan.num_rows,), wide)
 
     def values(part: pl.Slice, sums: tuple) -> tuple:
-        dp_CC, dl_CC, along_q_C, along_k_C, of_v_C = sums
+        dp_CC, dl_CC, along_q_C, overlap_C, of_v_C = sums
         do_CV = keep(valid_C1, x.do[:, part])
         dv_CV, v_new_VC = x.dv[:, part], x.v_new[part, :]
         dp_CC += plan.dot(do_CV.astype(plan.narrow), v_new_VC)
         dl_CC -= plan.dot(dv_CV, v_new_VC)
         dv_CV = dv_CV.astype(wide)
         along_q_C += jnp.sum(do_CV.astype(wide) * x.o[:, part].astype(wide), axis=1)
-        along_k_C += jnp.sum(dv_CV * v_new_VC.T.astype(wide), axis=1)
+        # Divided before they meet, because their product may be too small for float32.
+        missing_CV = v_new_VC.T.astype(wide) / beta_C1
+        overlap_C += jnp.sum((dv_CV / beta_C1) * missing_CV, axis=1)
         of_v_C += jnp.sum(dv_CV * keep(valid_C1, tokens.v[:, part]).astype(wide), axis=1)
-        return dp_CC, dl_CC, along_q_C, along_k_C, of_v_C
+        return dp_CC, dl_CC, along_q_C, overlap_C, of_v_C
 
     sums = (zeros_CC, zeros_CC, zeros_C, zeros_C, zeros_C)
     sums = for_parts(tokens.v.shape[-1], VALUE_PART, values, sums)
-    dp_CC, dl_CC, along_q_C, along_k_C, of_v_C = sums
-    beta_C = activate_beta(plan, tokens.beta[...].reshape(-1, 1), valid_C1).reshape(-1)
+    dp_CC, dl_CC, along_q_C, overlap_C, of_v_C = sums
     # With R = dv / beta, every term of <k, dk> and of dbeta is one of R and v_new, because P, L and
     # both states are linear or bilinear in k and (I + L) v_new = beta (v - k_enter S).
-    along_k_C /= beta_C
-    slope_C = 1.0 - beta_C if plan.options.beta_is_logit else 1.0 / beta_C
-    out.dbeta[...] = along_k_C * slope_C
+    beta_C = beta_C1.reshape(-1)
+    slope_C = beta_C * (1.0 - beta_C) if plan.options.beta_is_logit else 1.0
+    out.dbeta[...] = overlap_C * slope_C
     out.along[0, :] = along_q_C  # o is linear in q
-    out.along[1, :] = 2.0 * along_k_C - of_v_C
+    out.along[1, :] = 2.0 * beta_C * overlap_C - of_v_C
     out.d_own[...] = chunk.diagonal(dp_CC).reshape(-1)
     together_CC = together(tokens, rows, rows)
     dp_CC, dl_CC = (keep(together_CC, d_CC).astype(plan.narrow) for d_CC in (dp_CC, dl_CC))

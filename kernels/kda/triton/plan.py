@@ -24,7 +24,7 @@ _X6 = jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X6
 Carry = TypeVar("Carry")
 Shapes = TypeVar("Shapes")  # a tree of jax.ShapeDtypeStruct
 LOG2E = math.log2(math.e)
-SMALLEST_BETA = 1e-15
+SMALLEST_BETA = 1e-25
 # Key channels of which a program holds tiles at a time: more, and registers spill. Measured on an
 # H200: with the scores to hold as well, and without.
 SOLVE_PART, PREPARE_PART = 16, 64
@@ -75,10 +75,12 @@ class Plan:
             dimension_numbers=(contract, ((), ())),
             preferred_element_type=self.wide,
         )
+        if self.interpret:
+            # Widened, because the CPU has no bfloat16 products of some layouts.
+            a, b = a.astype(self.wide), b.astype(self.wide)
+            return product(a, b, precision=jax.lax.Precision.HIGHEST)
         if b.dtype.itemsize == 2:
             return product(a, b)
-        if self.interpret:
-            return product(a, b, precision=jax.lax.Precision.HIGHEST)
         if self.narrow == jnp.bfloat16:
             (a, a_rest), (b, b_rest) = _bfloat16_parts(a, 2), _bfloat16_parts(b, 2)
             return product(a_rest, b) + product(a, b_rest) + product(a, b)
