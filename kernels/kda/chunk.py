@@ -1,9 +1,7 @@
-"""Half a chunk of one head, as a Pallas program holds it: 2-D tiles and plain matmuls.
+"""A chunk of one head, or half of one, as a Pallas program holds it: 2-D tiles and plain matmuls.
 
 Everything here lowers to Triton: no slices, no gathers, no batched products, sizes that are powers
-of two. Parts of a tile are named by masks instead. A chunk is worked on as two halves, because the
-pairs of a row in the second half and a column in the first are one product of plain factors: the
-decay since the border and the decay up to it.
+of two. Parts of a tile are named by masks instead.
 
 A decayed score sum_c x_ic k_jc exp(G_ic - G_jc), i > j, needs exp(G_i - G_j) as a product of a row
 and a column factor. `Split`s do that for disjoint sets of pairs:
@@ -19,7 +17,7 @@ takes the halvings down to single rows. No factor of a row sees a gate behind th
 anchor, and no anchor lies behind the row of a pair: the past does not depend on the future, not
 even through rounding.
 
-Letters: R rows of a half, K key dim, S splits.
+Letters: R rows of the tile, K key dim, S splits.
 """
 
 from collections.abc import Callable
@@ -40,8 +38,8 @@ Exp2 = Callable[[jax.Array], jax.Array]
 class Masks(NamedTuple):
     """0 and 1, made outside: a program would spend a register on every entry it makes."""
 
-    # [splits + 2, R, R]: the rows j whose log-decays row i sums: of each split, from the
-    # start through i, and behind i.
+    # [splits + 2, R, R]: the rows j whose log-decays row i sums: of each split, from the start
+    # through i, and behind i.
     spans: jax.Array
     pairs: jax.Array  # [splits, R, R]
     vjps: jax.Array  # [2, R, R]: transposes of the last two spans

@@ -1,16 +1,18 @@
 """The "pallas_triton" implementation: KDA on NVIDIA GPUs by Pallas kernels on the Triton backend.
 
 Forward, two kernels:
-  prepare  per chunk, all in parallel: norms, gate, scores P, inverse T, and the operands that the
-           state meets: W, U, q exp(G), k exp(G_C - G).
-  scan     per tile of V, chunk after chunk: v_new = U - W S, o, S'. Nothing else is on the chain.
+  prepare  per chunk, all in parallel: norms, gate, scores P, the solve T = (I + L)^-1 diag(beta),
+           and the operands that the state meets: k exp(G), q exp(G), k exp(G_C - G).
+  scan     per tile of V, chunk after chunk: v_new = T (v - k exp(G) S), o, S'.
 Backward, five launches:
-  prepare    again, from the kept T.
+  prepare    again, without P and T, which were kept.
   scan       again, for the entering states and v_new.
-  reverse    per tile of V, last chunk first: gradients of v_new and of the leaving states.
-  solve_vjp  per chunk: what needs the value channels only, dv and dbeta among it.
+  reverse    per tile of V, last chunk first: dv and the gradients of the leaving states.
+  solve_vjp  per chunk: what needs the value channels only, dbeta among it.
   grads      per chunk and part of K: dq, dk and dgate, down to the raw inputs.
-Kept for the backward: the inputs, o, P and T.
+Where chains are few, pieces of a sequence are scanned side by side (scans.py): one or two scans
+more in each direction. Kept for the backward: the inputs, o, P, T and what enters the pieces, or
+the inputs alone.
 
 Off the GPU the kernels run in interpret mode, which also takes float64.
 
@@ -27,8 +29,8 @@ import jax.numpy as jnp
 from kernels.kda import chunk
 from kernels.kda.operands import KdaInputs, KdaOptions, valid_tokens
 from kernels.kda.triton.backward import Chain, ValueSide, grads, solve_vjp
-from kernels.kda.triton.forward import Prepared, Solved, prepare
 from kernels.kda.triton.plan import Plan, Tokens
+from kernels.kda.triton.prepare import Prepared, Solved, prepare
 from kernels.kda.triton.scans import (
     Span,
     Stream,

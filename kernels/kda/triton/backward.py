@@ -1,7 +1,7 @@
 """The parallel kernels of the backward of KDA on the Triton backend: `solve_vjp` and `grads`.
 
 The algebra: wy.py. Letters: B batch, T time, H value heads, K key dim, V value dim, N chunks, C
-chunk rows, R rows of half a chunk, S splits, X chains (B x H).
+chunk rows, R some of them, S splits, X chains (B x H).
 """
 
 from functools import partial
@@ -34,8 +34,7 @@ from kernels.kda.triton.plan import (
 
 # Channels of which a program holds tiles at a time: more, and registers spill; fewer, and more is
 # read again. Measured on an H200.
-GRADS_PART = 32
-VALUE_PART = 64
+GRADS_PART, VALUE_PART = 32, 64
 
 
 class ValueSide(NamedTuple):

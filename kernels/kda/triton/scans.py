@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from kernels.kda.triton.forward import Prepared, Solved
 from kernels.kda.triton.plan import Plan, keep, varying_like
+from kernels.kda.triton.prepare import Prepared, Solved
 
 # Chunks: the length of a piece is a multiple of it, whatever T is.
 PIECE_UNIT = 16

@@ -1,5 +1,8 @@
 """The first kernel of KDA on the Triton backend, `prepare`: all about a chunk but the state.
 
+A chunk is worked on as two halves, because the pairs of a row in the second half and a column in
+the first are one product of plain factors: the decay since the border and the decay up to it.
+
 Letters: B batch, T time, H value heads, K key dim, V value dim, N chunks, C chunk rows, R rows of
 half a chunk, X chains (B x H).
 """
