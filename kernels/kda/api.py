@@ -3,16 +3,20 @@
 Letters: B batch, T time, H value heads, Q query/key heads, K key dim, V value dim.
 """
 
-from collections.abc import Callable
 from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
+from kernels.kda.blocks import Implementation, kda_by_blocks
 from kernels.kda.checks import check_arrays, check_gate, check_implementation
 from kernels.kda.chunked import kda_chunked
 from kernels.kda.operands import KdaInputs, KdaOptions, complete
-from kernels.kda.pallas_triton import kda_pallas_triton, unsupported_by_triton
+from kernels.kda.pallas_triton import (
+    kda_pallas_triton,
+    kda_states_pallas_triton,
+    unsupported_by_triton,
+)
 from kernels.kda.reference import kda_reference
 from kernels.kda.tiles import TILE
 
@@ -20,8 +24,6 @@ GateKind = Literal["bounded", "softplus", "log_decay"]
 Residuals = Literal["default", "lean"]
 RESIDUALS = get_args(Residuals)
 
-# Every implementation takes the same validated (KdaInputs, KdaOptions).
-Implementation = Callable[[KdaInputs, KdaOptions], tuple[jax.Array, jax.Array]]
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "reference": kda_reference,
     "xla": kda_chunked,
@@ -49,8 +51,9 @@ def kda(
     chunk_size: int = 64,
     num_splits: int | None = None,
     residuals: Residuals = "default",
+    states_every: int | None = None,
     implementation: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Kimi Delta Attention, causal over T (Kimi K3 report Eq. 1-5; Kimi Linear Eq. 1-9).
 
     Per value head a state S [K, V] decays per key channel and is then corrected towards v:
@@ -89,12 +92,15 @@ def kda(
       residuals: what "pallas_triton" keeps for the backward pass. "default": the inputs, o, the
         scores and their inverse (256 bytes a token and head in bfloat16); "lean": the inputs, at
         the price of one more forward pass.
+      states_every: also return the states that enter tokens 0, n, 2 n, ... of this n, a multiple of
+        64: for prefix caches. Then "pallas_triton" has no gradient.
       implementation: "reference" (token recurrence, the oracle), "xla" (chunked, pure JAX),
         "pallas_triton" (NVIDIA GPUs; interpreted elsewhere), or None for the best that serves the
         call on the default backend: "pallas_triton" on a GPU, else "xla".
 
     Returns:
       o [B, T, H, V] in v's dtype, and final_state [B, H, K, V] after the last valid token.
+      With states_every also the states [B, ceil(T / states_every), H, K, V].
 
     Raises:
       ValueError: an argument has a wrong shape, dtype or value, or the implementation is unknown.
@@ -112,6 +118,11 @@ def kda(
         raise ValueError(f"num_splits is {num_splits}; it must be None or positive, such as 4")
     if residuals not in RESIDUALS:
         raise ValueError(f"residuals is {residuals!r}; it must be one of {list(RESIDUALS)}")
+    if states_every is not None and (states_every < 1 or states_every % 64):
+        raise ValueError(
+            f"states_every is {states_every}; it must be None or a positive multiple of 64, such "
+            "as 1024"
+        )
     check_implementation(implementation, IMPLEMENTATIONS)
 
     inputs = complete(
@@ -127,7 +138,12 @@ def kda(
         num_splits=num_splits,
         residuals=residuals,
     )
-    return IMPLEMENTATIONS[implementation or _default(inputs)](inputs, options)
+    name = implementation or _default(inputs)
+    if states_every is None:
+        return IMPLEMENTATIONS[name](inputs, options)
+    if name == "pallas_triton":
+        return kda_states_pallas_triton(inputs, options, states_every)
+    return kda_by_blocks(IMPLEMENTATIONS[name], inputs, options, states_every)
 
 
 def _default(inputs: KdaInputs) -> str:

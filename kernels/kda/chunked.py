@@ -36,12 +36,12 @@ def kda_chunked(inputs: KdaInputs, options: KdaOptions) -> tuple[jax.Array, jax.
     num_chunks = -(-num_tokens // options.chunk_size)
     num_slabs = -(-num_chunks // max(1, _SLAB_SIZE // chunk_numbers))
     slab_tokens = -(-num_chunks // num_slabs) * options.chunk_size
-    padded = _pad_tokens(inputs, num_slabs * slab_tokens - num_tokens)
+    padded = pad_tokens(inputs, num_slabs * slab_tokens - num_tokens)
     o_BTHV, final_state_BHKV = _kda_slabs(options, num_slabs, padded)
     return o_BTHV[:, :num_tokens], final_state_BHKV
 
 
-def _pad_tokens(inputs: KdaInputs, amount: int) -> KdaInputs:
+def pad_tokens(inputs: KdaInputs, amount: int) -> KdaInputs:
     """Appends inert tokens."""
     if amount == 0:
         return inputs

@@ -6,7 +6,8 @@ Letters: B batch, T time (1 here), H value heads, Q query/key heads, K key dim, 
 import jax
 import jax.numpy as jnp
 
-from kernels.kda.api import GateKind, Implementation
+from kernels.kda.api import GateKind
+from kernels.kda.blocks import Implementation
 from kernels.kda.checks import check_arrays, check_gate, check_implementation
 from kernels.kda.operands import Activated, KdaInputs, KdaOptions, activate, complete, valid_tokens
 from kernels.kda.pallas_triton import unsupported_by_triton

@@ -60,8 +60,35 @@ def kda_pallas_triton(inputs: KdaInputs, options: KdaOptions) -> tuple[jax.Array
     Eq. 3-9.
     Raises NotImplementedError for what the compiled kernels do not serve.
     """
-    _, num_tokens, num_heads, value_dim = inputs.v_BTHV.shape
+    plan, padded = _prepare_call(inputs, options)
+    o_BTHV, state_BHKV = _kda(plan, padded)
+    num_tokens, value_dim, key_dim = *inputs.v_BTHV.shape[1::2], inputs.q_BTQK.shape[-1]
+    return o_BTHV[:, :num_tokens, :, :value_dim], state_BHKV[:, :, :key_dim, :value_dim]
+
+
+def kda_states_pallas_triton(
+    inputs: KdaInputs, options: KdaOptions, every: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """As kda_pallas_triton, with the states [B, N, H, K, V] entering tokens 0, every, 2 every ...
+
+    every: a multiple of 64. Not differentiable.
+    """
+    plan, padded = _prepare_call(inputs, options)
+    o_BTHV, state_BHKV, states_XNVK = _kda_states(plan, padded)
+    batch, num_tokens, num_heads, value_dim = inputs.v_BTHV.shape
     key_dim = inputs.q_BTQK.shape[-1]
+    states_XNVK = states_XNVK[:, :: every // plan.num_rows]
+    states_BHNVK = states_XNVK.reshape(batch, num_heads, *states_XNVK.shape[1:])
+    states_BNHKV = states_BHNVK.transpose(0, 2, 1, 4, 3)
+    return (
+        o_BTHV[:, :num_tokens, :, :value_dim],
+        state_BHKV[:, :, :key_dim, :value_dim],
+        states_BNHKV[..., :key_dim, :value_dim],
+    )
+
+
+def _prepare_call(inputs: KdaInputs, options: KdaOptions) -> tuple[Plan, KdaInputs]:
+    """The plan of a call, and its inputs as the kernels take them."""
     interpret = jax.default_backend() != "gpu"
     limits = unsupported_by_triton(inputs)
     if limits and not interpret:
@@ -73,15 +100,13 @@ def kda_pallas_triton(inputs: KdaInputs, options: KdaOptions) -> tuple[jax.Array
     plan = Plan(
         options=options,
         num_rows=64 if options.chunk_size >= 64 else 32,
-        group=num_heads // inputs.q_BTQK.shape[2],
+        group=inputs.v_BTHV.shape[2] // inputs.q_BTQK.shape[2],
         narrow=jnp.dtype(jnp.bfloat16) if all_narrow else wide,
         wide=wide,
         interpret=interpret,
     )
     leaves, structure = jax.tree.flatten(_pad(inputs, plan.num_rows))
-    padded = jax.tree.unflatten(structure, vary_together(*leaves))
-    o_BTHV, state_BHKV = _kda(plan, padded)
-    return o_BTHV[:, :num_tokens, :, :value_dim], state_BHKV[:, :, :key_dim, :value_dim]
+    return plan, jax.tree.unflatten(structure, vary_together(*leaves))
 
 
 def _power_of_two(size: int) -> int:
@@ -167,15 +192,45 @@ def _stream(
 
 
 def _forward(plan: Plan, inputs: KdaInputs) -> tuple:
+    outputs, _, residuals = _run(plan, inputs)
+    return outputs, residuals
+
+
+def _run(plan: Plan, inputs: KdaInputs, keep_states: jnp.dtype | None = None) -> tuple:
+    """Outputs, states entering the chunks [X, N, V, K] on request, residuals."""
     prepared, solved = prepare(plan, _tokens(plan, inputs, plan.half), solves=True)
     v_BTHV, state_BHKV = inputs.v_BTHV, inputs.initial_state_BHKV
     x = _stream(plan, inputs, prepared, solved, v_BTHV)
     num_heads, chunks = v_BTHV.shape[2], _piece_chunks(plan, inputs)
     pieces = entering_states(plan, chunks, num_heads, x, _chains(state_BHKV))
-    scanned = scan(plan, Span(chunks, 0), num_heads, x, pieces.states, o=v_BTHV.dtype)
+    scanned = scan(
+        plan,
+        Span(chunks, 0),
+        num_heads,
+        x,
+        pieces.states,
+        o=v_BTHV.dtype,
+        keep_states=keep_states,
+    )
     o_BTHV = scanned.o.reshape(v_BTHV.shape)
     state_BHKV = scanned.state[:, -1].reshape(state_BHKV.shape)
-    return (o_BTHV, state_BHKV), (inputs, solved, pieces, o_BTHV)
+    return (o_BTHV, state_BHKV), scanned.states, (inputs, solved, pieces, o_BTHV)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _kda_states(plan: Plan, inputs: KdaInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
+    (o_BTHV, state_BHKV), states_XNVK, _ = _run(plan, inputs, keep_states=plan.wide)
+    return o_BTHV, state_BHKV, states_XNVK
+
+
+def _no_gradient(plan: Plan, inputs: KdaInputs) -> tuple:
+    raise NotImplementedError(
+        "kda with states_every has no gradient in implementation 'pallas_triton': leave "
+        "states_every out, or use implementation='xla'"
+    )
+
+
+_kda_states.defvjp(_no_gradient, _no_gradient)
 
 
 def _forward_for_vjp(plan: Plan, inputs: KdaInputs) -> tuple:

@@ -231,3 +231,31 @@ def test_errors_say_what_would_work(message):
     arrays = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, arguments)
     with pytest.raises(ValueError, match=message):
         kda(**arrays)
+
+
+@every_implementation
+@pytest.mark.parametrize("num_tokens", [64, 150])
+def test_states_every_64_tokens(implementation, num_tokens):
+    """Against the final states of the prefixes; documents start on the border, and before it."""
+    starts = np.zeros((2, num_tokens), np.int32)
+    starts[0, [20, 63]] = 1
+    if num_tokens > 128:
+        starts[0, 128] = starts[1, 70] = 1
+    inputs = random_inputs(2, num_tokens, 1, 2, 16, 16) | {
+        "segment_ids": np.cumsum(starts, axis=1),
+        "lengths": np.array([num_tokens, num_tokens - 10], np.int32),
+    }
+    arrays = {
+        name: jnp.asarray(x, jnp.int32 if name in ("segment_ids", "lengths") else jnp.float32)
+        for name, x in inputs.items()
+    }
+    options = {"implementation": implementation}
+    o, final_state, states = kda(**arrays, **options, states_every=64)
+    want_o, want_state = kda(**arrays, **options)
+    np.testing.assert_allclose(o, want_o, atol=1e-5)
+    np.testing.assert_allclose(final_state, want_state, atol=1e-5)
+    assert states.shape == (2, -(-num_tokens // 64), *final_state.shape[1:])
+    for n in range(states.shape[1]):
+        lengths = jnp.minimum(arrays["lengths"], 64 * n)
+        prefix = kda(**arrays | {"lengths": lengths}, implementation="reference")[1]
+        np.testing.assert_allclose(states[:, n], prefix, atol=1e-5)
