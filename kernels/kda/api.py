@@ -62,8 +62,8 @@ def kda(
         S  <- S + beta_t k_t (v_t - S^T k_t)^T
         o_t = scale * S^T q_t
 
-    Differentiable in q, k, v, gate, beta, a_log, dt_bias and initial_state; gradients have their
-    input's dtype. Arithmetic and state are float32, or float64 if an input is.
+    Differentiable in q, k, v, gate, beta, a_log, dt_bias and initial_state, by reverse mode and
+    once; gradients have their input's dtype. Arithmetic and state are float32, or float64 if an input is.
 
     Args:
       q, k: [B, T, Q, K]. float32, bfloat16 or float64, like v, gate and beta; float16 is refused,
@@ -85,13 +85,14 @@ def kda(
       segment_ids: [B, T] integers, compared only with the previous token's: a change restarts the
         state from zero. No value is special.
       lengths: [B] integers. Tokens from there on are inert: o = 0, the state stays, no gradient.
-      chunk_size: a multiple of 16; changes speed and rounding only.
+      chunk_size: a multiple of 16; changes speed and rounding only. "pallas_triton" takes 64 from
+        64 up, and 32 below.
       num_splits: into how many pieces "pallas_triton" cuts the sequence, to run them side by side;
         their length is a multiple of 16 chunks, so there may be fewer. None chooses by the shapes.
         Changes speed and rounding only, and other implementations do not read it.
-      residuals: what "pallas_triton" keeps for the backward pass. "default": the inputs, o, the
-        scores and their inverse (256 bytes a token and head in bfloat16); "lean": the inputs, at
-        the price of one more forward pass.
+      residuals: what "pallas_triton" keeps for the backward pass. "default": the inputs, o,
+        what enters the pieces, and the scores and solves of the chunks (those 256 bytes a token and
+        head in bfloat16); "lean": the inputs, at the price of one more forward pass.
       states_every: also return the states that enter tokens 0, n, 2 n, ... of this n, a multiple of
         64: for prefix caches. Then "pallas_triton" has no gradient.
       implementation: "reference" (token recurrence, the oracle), "xla" (chunked, pure JAX),
@@ -110,17 +111,21 @@ def kda(
     arrays |= {"dt_bias": dt_bias, "initial_state": initial_state}
     check_arrays(arrays | {"segment_ids": segment_ids, "lengths": lengths}, has_time=True)
     check_gate(gate_kind, lower_bound, a_log, dt_bias)
-    if chunk_size < TILE or chunk_size % TILE:
+    if not isinstance(chunk_size, int) or chunk_size < TILE or chunk_size % TILE:
         raise ValueError(
-            f"chunk_size is {chunk_size}; it must be a positive multiple of {TILE}, such as 64"
+            f"chunk_size is {chunk_size!r}; it must be a positive multiple of {TILE}, such as 64"
         )
-    if num_splits is not None and num_splits < 1:
-        raise ValueError(f"num_splits is {num_splits}; it must be None or positive, such as 4")
+    if num_splits is not None and not (isinstance(num_splits, int) and num_splits >= 1):
+        raise ValueError(
+            f"num_splits is {num_splits!r}; it must be None or a positive integer, such as 4"
+        )
     if residuals not in RESIDUALS:
         raise ValueError(f"residuals is {residuals!r}; it must be one of {list(RESIDUALS)}")
-    if states_every is not None and (states_every < 1 or states_every % 64):
+    if states_every is not None and not (
+        isinstance(states_every, int) and states_every >= 1 and states_every % 64 == 0
+    ):
         raise ValueError(
-            f"states_every is {states_every}; it must be None or a positive multiple of 64, such "
+            f"states_every is {states_every!r}; it must be None or a positive multiple of 64, such "
             "as 1024"
         )
     check_implementation(implementation, IMPLEMENTATIONS)

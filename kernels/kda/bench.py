@@ -142,7 +142,7 @@ def parse_options() -> argparse.Namespace:
         nargs="*",
         choices=("fla", "jla"),
         default=(),
-        help="beside fla-core (its autotuner takes minutes a shape) or jax-linear-attention",
+        help="fla: fla-core (its autotuner takes minutes a shape); jla: jax-linear-attention",
     )
     parser.add_argument("--json", help="file for the figures")
     parser.add_argument(
@@ -154,7 +154,11 @@ def parse_options() -> argparse.Namespace:
         help="such as 1,8192,96 1,8192,32; all six if left out",
     )
     parser.add_argument(
-        "--what", nargs="+", choices=(*PARTS, "memory"), default=(*PARTS, "memory"), help="parts"
+        "--what",
+        nargs="+",
+        choices=(*PARTS, "memory"),
+        default=(*PARTS, "memory"),
+        help="all three if left out; memory for the first shape only",
     )
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -209,7 +213,7 @@ class Bench:
         for name in [*self.jax_makers] + ["fla"] * self.has_fla:
             command = [sys.executable, "-m", "kernels.kda.bench", "--memory-of", name]
             command += ["--shapes", ",".join(map(str, shape))]
-            output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
             growth = int(output.split()[-1])
             results.append({"shape": shape, "what": "peak memory", "bytes": {name: growth}})
             print(
@@ -221,7 +225,11 @@ class Bench:
 
 def main() -> None:
     options = parse_options()
-    if jax.default_backend() != "gpu":
+    try:
+        backend = jax.default_backend()
+    except (AssertionError, RuntimeError) as error:  # JAX_PLATFORMS asks for what is not there
+        raise SystemExit(f"error: this benchmark needs a GPU; jax cannot start: {error}") from None
+    if backend != "gpu":
         raise SystemExit("error: this benchmark needs a GPU; jax sees none")
     if options.memory_of:
         print(peak_growth(options.memory_of, options.shapes[0]))

@@ -36,8 +36,8 @@ def kda_decode(
     """One token of kda() for every sequence (Kimi K3 report Eq. 1); for inference.
 
     T calls, each with the state of the one before, give what one call of kda() over T tokens gives.
-    Jit the caller with the state donated, and the kernel updates it in place. Gradients are kda()'s
-    business.
+    Jit the caller with the state donated, and the kernel updates it in place. Not
+    differentiable there: gradients are kda()'s business.
 
     Args:
       q, k: [B, Q, K]. v: [B, H, V]. gate: [B, H, K]. beta: [B, H]. state: [B, H, K, V] float32 (or

@@ -225,59 +225,49 @@ def grads(plan: Plan, tokens: Tokens, solve: Solve, chain: Chain) -> Gradients:
     """The key side of the chunks' gradients, down to the raw inputs."""
     batch, num_tokens, num_heads, value_dim = tokens.v.shape
     key_dim, rows = tokens.q.shape[-1], plan.num_rows
-    num_chunks, part_dim = num_tokens // rows, min(GRADS_PART, key_dim)
+    part_dim = min(GRADS_PART, key_dim)
     num_parts = key_dim // part_dim
-
-    def of_chunk(*dims: int, part_of: int | None = None) -> pl.BlockSpec:
-        def index(i: jax.Array, n: jax.Array, b: jax.Array) -> tuple:
-            last = [i % num_parts if d == part_of else 0 for d in range(len(dims))]
-            return b * num_heads + i // num_parts, n, *last
-
-        return pl.BlockSpec((None, None, *dims), index)
-
-    def of_head(dim: int, whole: bool = False) -> pl.BlockSpec:
-        def index(i: jax.Array, n: jax.Array, b: jax.Array) -> tuple:
-            return b, n, i // num_parts, 0 if whole else i % num_parts
-
-        return pl.BlockSpec((None, rows, None, dim), index)
-
-    specs = jax.tree.map(
-        lambda spec: pl.BlockSpec(
-            spec.block_shape, lambda i, n, b: spec.index_map(i // num_parts, n, b)
-        ),
-        token_specs(plan, tokens),
+    of_keys, chunks = (
+        (batch, num_tokens, num_heads, key_dim),
+        (batch * num_heads, num_tokens // rows),
     )
-    cut, keys = of_chunk(*solve.dp.shape[2:]), of_head(part_dim)
-    states = of_chunk(value_dim, part_dim, part_of=1)
-    of_keys = (batch, num_tokens, num_heads, key_dim)
-    chunks = (batch * num_heads, num_chunks)
+
+    def of_program(spec: pl.BlockSpec, keys: int | None = None) -> pl.BlockSpec:
+        """For the grid of heads and parts; keys: the dim that a program takes its part of."""
+
+        def index(i: jax.Array, n: jax.Array, b: jax.Array) -> tuple:
+            of_head = spec.index_map(i // num_parts, n, b)
+            part = (i % num_parts,)
+            return of_head if keys is None else of_head[:keys] + part + of_head[keys + 1 :]
+
+        return pl.BlockSpec(spec.block_shape, index)
+
+    def of_chunk(*dims: int, keys: int | None = None) -> pl.BlockSpec:
+        return of_program(chunk_spec(num_heads, *dims), keys)
+
+    values, keys = of_program(head_spec(rows, value_dim)), of_program(head_spec(rows, part_dim), 3)
+    states = of_chunk(value_dim, part_dim, keys=3)
 
     def key_gradient(x: jax.Array) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(of_keys, plan.wide if plan.group > 1 else x.dtype)
 
     return pl.pallas_call(
         partial(_grads_kernel, plan),
-        grid=(num_heads * num_parts, num_chunks, batch),
+        grid=(num_heads * num_parts, chunks[1], batch),
         in_specs=(
-            specs,
-            Solve(cut, cut, of_chunk(rows), of_chunk(2, rows), of_chunk(rows)),
+            jax.tree.map(of_program, token_specs(plan, tokens)),
+            jax.tree.map(lambda x: of_chunk(*x.shape[2:]), solve),
             Chain(
-                *[of_head(value_dim, whole=True)] * 2,
-                states,
-                states,
-                of_chunk(value_dim, rows),
-                of_chunk(part_dim, part_of=0),
-                None if chain.rstd is None else of_chunk(2, rows),
+                do=values,
+                dv=values,
+                states=states,
+                d_leaving=states,
+                v_new=of_chunk(value_dim, rows),
+                total=of_chunk(part_dim, keys=2),
+                rstd=None if chain.rstd is None else of_chunk(2, rows),
             ),
         ),
-        out_specs=(
-            Gradients(
-                keys,
-                keys,
-                keys,
-                of_chunk(2, part_dim, part_of=1),
-            ),
-        ),
+        out_specs=(Gradients(keys, keys, keys, of_chunk(2, part_dim, keys=3)),),
         out_shape=varying_like(
             tokens.q,
             (
