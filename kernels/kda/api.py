@@ -63,7 +63,8 @@ def kda(
         o_t = scale * S^T q_t
 
     Differentiable in q, k, v, gate, beta, a_log, dt_bias and initial_state, by reverse mode and
-    once; gradients have their input's dtype. Arithmetic and state are float32, or float64 if an input is.
+    once; gradients have their input's dtype. Arithmetic and state are float32, or float64 if an
+    input is.
 
     Args:
       q, k: [B, T, Q, K]. float32, bfloat16 or float64, like v, gate and beta; float16 is refused,

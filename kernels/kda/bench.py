@@ -228,7 +228,9 @@ def main() -> None:
     try:
         backend = jax.default_backend()
     except (AssertionError, RuntimeError) as error:  # JAX_PLATFORMS asks for what is not there
-        raise SystemExit(f"error: this benchmark needs a GPU; jax cannot start: {error}") from None
+        raise SystemExit(
+            f"error: this benchmark needs a GPU; jax cannot start: {error!r}"
+        ) from None
     if backend != "gpu":
         raise SystemExit("error: this benchmark needs a GPU; jax sees none")
     if options.memory_of:
