@@ -81,10 +81,10 @@ def kda(
         below it, and None makes no promise. From -5.5 up, 16-row tiles are plain matmuls; below
         that, or without a promise, a slower path is exact for any g.
       use_qk_l2norm: divide q and k by sqrt(sum of squares + 1e-6) first.
-      scale: default K ** -0.5; applied after the norm.
+      scale: default K ** -0.5; applied after the norm. Not 0.
       initial_state: [B, H, K, V] float32 (or float64), zeros if None. Enters the first segment.
       segment_ids: [B, T] integers, compared only with the previous token's: a change restarts the
-        state from zero. No value is special.
+        state from zero. No value is special. What lies before must be finite all the same.
       lengths: [B] integers. Tokens from there on are inert: o = 0, the state stays, no gradient.
       chunk_size: a multiple of 16; changes speed and rounding only. "pallas_triton" takes 64 from
         64 up, and 32 below.
@@ -116,6 +116,8 @@ def kda(
         raise ValueError(
             f"chunk_size is {chunk_size!r}; it must be a positive multiple of {TILE}, such as 64"
         )
+    if scale is not None and scale == 0:
+        raise ValueError("scale is 0; it must be another number, such as K ** -0.5")
     if num_splits is not None and not (isinstance(num_splits, int) and num_splits >= 1):
         raise ValueError(
             f"num_splits is {num_splits!r}; it must be None or a positive integer, such as 4"
@@ -144,7 +146,7 @@ def kda(
         num_splits=num_splits,
         residuals=residuals,
     )
-    name = implementation or _default(inputs)
+    name = implementation or default_implementation(inputs)
     if states_every is None:
         return IMPLEMENTATIONS[name](inputs, options)
     if name == "pallas_triton":
@@ -152,7 +154,8 @@ def kda(
     return kda_by_blocks(IMPLEMENTATIONS[name], inputs, options, states_every)
 
 
-def _default(inputs: KdaInputs) -> str:
+def default_implementation(inputs: KdaInputs) -> str:
+    """The best that serves a call on the default backend."""
     on_gpu = jax.default_backend() == "gpu"
     return "pallas_triton" if on_gpu and not unsupported_by_triton(inputs) else "xla"
 

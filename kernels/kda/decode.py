@@ -6,11 +6,10 @@ Letters: B batch, T time (1 here), H value heads, Q query/key heads, K key dim, 
 import jax
 import jax.numpy as jnp
 
-from kernels.kda.api import GateKind
+from kernels.kda.api import GateKind, default_implementation
 from kernels.kda.blocks import Implementation
 from kernels.kda.checks import check_arrays, check_gate, check_implementation
 from kernels.kda.operands import Activated, KdaInputs, KdaOptions, activate, complete, valid_tokens
-from kernels.kda.pallas_triton import unsupported_by_triton
 from kernels.kda.reference import token_step
 from kernels.kda.triton.decode import decode_pallas_triton
 
@@ -71,13 +70,10 @@ def kda_decode(
         scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
         chunk_size=1,
     )
-    o_BTHV, state_BHKV = DECODE_IMPLEMENTATIONS[implementation or _default(inputs)](inputs, options)
+    o_BTHV, state_BHKV = DECODE_IMPLEMENTATIONS[implementation or default_implementation(inputs)](
+        inputs, options
+    )
     return o_BTHV[:, 0], state_BHKV
-
-
-def _default(inputs: KdaInputs) -> str:
-    on_gpu = jax.default_backend() == "gpu"
-    return "pallas_triton" if on_gpu and not unsupported_by_triton(inputs) else "xla"
 
 
 def _decode_xla(inputs: KdaInputs, options: KdaOptions) -> tuple[jax.Array, jax.Array]:
@@ -87,6 +83,7 @@ def _decode_xla(inputs: KdaInputs, options: KdaOptions) -> tuple[jax.Array, jax.
     state_BHKV, o_BHV = token_step(before_BHKV, Activated(*(array[:, 0] for array in x)))
     if valid_BT is not None:  # an inert token would turn -0 into 0
         state_BHKV = jnp.where(valid_BT[..., None, None], state_BHKV, before_BHKV)
+        o_BHV = jnp.where(valid_BT[..., None], o_BHV, 0.0)  # whatever the state holds
     return o_BHV[:, None].astype(inputs.v_BTHV.dtype), state_BHKV
 
 

@@ -11,8 +11,8 @@ Backward, five launches:
   solve_vjp  per chunk: what needs the value channels only, dbeta among it.
   grads      per chunk and part of K: dq, dk and dgate, down to the raw inputs.
 Where chains are few, pieces of a sequence are scanned side by side (scans.py): one or two scans
-more in each direction. Kept for the backward: the inputs, o, P, T and what enters the pieces, or
-the inputs alone.
+more forward, one more reverse. Kept for the backward: the inputs, o, P, T, and the states and maps
+of the pieces; or, lean, the inputs alone, and then the forward kernels run once more.
 
 Off the GPU the kernels run in interpret mode, which also takes float64.
 
@@ -144,7 +144,7 @@ def _pad(inputs: KdaInputs, rows: int) -> KdaInputs:
 
 
 def _tokens(plan: Plan, inputs: KdaInputs, num_rows: int) -> Tokens:
-    """num_rows: of the masks."""
+    """What every kernel reads of a chunk; num_rows: of the masks."""
     num_heads, key_dim = inputs.v_BTHV.shape[2], inputs.q_BTQK.shape[-1]
     a_log_H, dt_bias_HK, segment_BT = inputs.a_log_H, inputs.dt_bias_HK, inputs.segment_BT
     before_BN = None

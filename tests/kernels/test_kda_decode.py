@@ -48,12 +48,13 @@ def test_rows_that_are_not_active_keep_their_state(implementation):
     broken = {name: x.copy() for name, x in inputs.items()}
     for name in ("q", "k", "v", "gate", "beta"):
         broken[name][1] = np.nan
+    broken["initial_state"][1, 0, 5] = np.nan
     got = decode(implementation, broken, active=active)
     every = decode(implementation, inputs)
     for name in got:
         np.testing.assert_array_equal(got[name][active], every[name][active], err_msg=name)
     assert not got["o"][1].any()
-    before = inputs["initial_state"][1].astype(np.float32)
+    before = broken["initial_state"][1].astype(np.float32)
     np.testing.assert_array_equal(got["final_state"][1].view(np.int32), before.view(np.int32))
 
 

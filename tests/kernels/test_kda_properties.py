@@ -212,6 +212,10 @@ ERRORS = {
     "lower_bound is None; the bounded gate": {"lower_bound": None},
     "leave out a_log and dt_bias": {"gate_kind": "log_decay"},
     "chunk_size is 24; it must be a positive multiple of 16": {"chunk_size": 24},
+    "num_splits is 2.5; it must be None or a positive integer": {"num_splits": 2.5},
+    "residuals is 'none'; it must be one of": {"residuals": "none"},
+    "states_every is 100; it must be None or a positive multiple": {"states_every": 100},
+    "scale is 0; it must be another number": {"scale": 0.0},
     r"implementation is 'cuda'; it must be None or one of \['pallas_triton'": {
         "implementation": "cuda"
     },

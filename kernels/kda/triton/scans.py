@@ -164,7 +164,7 @@ def _call(
         partial(kernel, plan, span, num_heads),
         grid=(value_dim // values, chains, pieces),
         in_specs=(jax.tree.map(lambda _: whole, x), of_piece),
-        out_specs=(type(out_shape)(of_piece, *(x and whole for x in out_shape[1:])),),
+        out_specs=(type(out_shape)(of_piece, *(out and whole for out in out_shape[1:])),),
         out_shape=varying_like(states_XPKV, (out_shape,)),
         compiler_params=plt.CompilerParams(
             num_warps=8 if values == 128 else 4, num_stages=_stages(plan, key_dim, values)
