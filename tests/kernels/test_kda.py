@@ -113,7 +113,7 @@ EQUAL_CASES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.parametrize("dtype", [np.float64, pytest.param(np.float32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", EQUAL_CASES)
 def test_equals_reference(implementation, case, dtype):
     inputs, options = EQUAL_CASES[case]

@@ -238,7 +238,7 @@ def test_errors_say_what_would_work(message):
 
 
 @every_implementation
-@pytest.mark.parametrize("num_tokens", [64, 150])
+@pytest.mark.parametrize("num_tokens", [pytest.param(64, marks=pytest.mark.slow), 150])
 def test_states_every_64_tokens(implementation, num_tokens):
     """Against the final states of the prefixes; documents start on the border, and before it."""
     starts = np.zeros((2, num_tokens), np.int32)

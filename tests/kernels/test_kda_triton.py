@@ -136,7 +136,10 @@ def short_pieces(monkeypatch):
     monkeypatch.setattr(scans, "PIECE_UNIT", 1)
 
 
-@pytest.mark.parametrize("num_splits", [2, 3, 5])
+@pytest.mark.parametrize(
+    "num_splits",
+    [5, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)],
+)
 def test_pieces_equal_the_recurrence(short_pieces, num_splits):
     """Five chunks: pieces of 3 and 2, of 2, 2 and 1, and of 1."""
     inputs = remembering(300)
@@ -155,7 +158,7 @@ def test_pieces_of_documents(short_pieces):
     assert_close(got, truth(inputs), 1e-13)
 
 
-@pytest.mark.parametrize("num_splits", [2, 5])
+@pytest.mark.parametrize("num_splits", [5, pytest.param(2, marks=pytest.mark.slow)])
 def test_no_future_token_reaches_the_past_through_pieces(short_pieces, num_splits):
     inputs, length = remembering(300), 150
     options = {"cotangent": prefix_cotangent(inputs, length), "num_splits": num_splits}

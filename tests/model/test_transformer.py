@@ -265,7 +265,9 @@ def unrolled(config, params):
     return out
 
 
-@pytest.mark.parametrize("mode,remat", [("block", "full"), ("none", "none")])
+@pytest.mark.parametrize(
+    "mode,remat", [pytest.param("block", "full", marks=pytest.mark.slow), ("none", "none")]
+)
 def test_scanned_equals_unrolled(x64, mode, remat):
     layers, residual = "KMKMKM", ResidualConfig(mode, 5)
     config, params, balance = setup(layers=layers, residual=residual, remat=remat)
