@@ -62,7 +62,8 @@ def kda_pallas_triton(inputs: KdaInputs, options: KdaOptions) -> tuple[jax.Array
     """
     plan, padded = _prepare_call(inputs, options)
     o_BTHV, state_BHKV = _kda(plan, padded)
-    num_tokens, value_dim, key_dim = *inputs.v_BTHV.shape[1::2], inputs.q_BTQK.shape[-1]
+    num_tokens, _, value_dim = inputs.v_BTHV.shape[1:]
+    key_dim = inputs.q_BTQK.shape[-1]
     return o_BTHV[:, :num_tokens, :, :value_dim], state_BHKV[:, :, :key_dim, :value_dim]
 
 

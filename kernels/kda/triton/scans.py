@@ -63,33 +63,42 @@ class Reversed(NamedTuple):
     dv: jax.Array | None  # [B, N, C, H, V]
 
 
-def _values(
-    plan: Plan, x: Stream, row: jax.Array, n: jax.Array, head: jax.Array, values: pl.Slice
-) -> jax.Array:
+class Share(NamedTuple):
+    """What one program works on."""
+
+    values: pl.Slice  # its value channels
+    chain: jax.Array
+    row: jax.Array  # the chain's
+    head: jax.Array
+    start: jax.Array  # first chunk of its piece
+    count: int | jax.Array  # of its piece's chunks
+
+
+def _share(span: Span, num_heads: int, num_values: int, num_chunks: int) -> Share:
+    chain = pl.program_id(1)
+    start = (span.first + pl.program_id(2)) * span.chunks
+    count = span.chunks
+    if num_chunks % span.chunks:
+        count = jnp.minimum(span.chunks, num_chunks - start)
+    values = pl.ds(pl.program_id(0) * num_values, num_values)
+    return Share(values, chain, chain // num_heads, chain % num_heads, start, count)
+
+
+def _read_values(plan: Plan, x: Stream, share: Share, n: jax.Array) -> jax.Array:
     """[C, V] of a chunk, zeros behind the sequence's length."""
-    values_CV = x.values[row, n, :, head, values]
+    values_CV = x.values[share.row, n, :, share.head, share.values]
     if x.lengths is None:
         return values_CV
     position_C1 = jax.lax.broadcasted_iota(jnp.int32, (plan.num_rows, 1), 0)
-    return keep(n * plan.num_rows + position_C1 < x.lengths[row], values_CV)
-
-
-def _piece(span: Span, num_chunks: int) -> tuple[jax.Array, int | jax.Array]:
-    """The first chunk of a program's piece, and how many there are."""
-    start = (span.first + pl.program_id(2)) * span.chunks
-    if num_chunks % span.chunks == 0:
-        return start, span.chunks
-    return start, jnp.minimum(span.chunks, num_chunks - start)
+    return keep(n * plan.num_rows + position_C1 < x.lengths[share.row], values_CV)
 
 
 def _scan_kernel(
     plan: Plan, span: Span, num_heads: int, x: Stream, state_in: jax.Array, out: Scanned
 ) -> None:
-    tile, narrow = state_in.shape[-1], plan.narrow
-    values, chain = pl.ds(pl.program_id(0) * tile, tile), pl.program_id(1)
-    row, head = chain // num_heads, chain % num_heads
-    prepared, solved = x.prepared, x.solved
-    start, count = _piece(span, prepared.total.shape[1])
+    prepared, solved, narrow = x.prepared, x.solved, plan.narrow
+    share = _share(span, num_heads, state_in.shape[-1], prepared.total.shape[1])
+    values, chain, row, head, start, count = share
 
     def step(i: jax.Array, state_VK: jax.Array) -> jax.Array:
         n = start + i
@@ -102,7 +111,7 @@ def _scan_kernel(
         if x.values is None:
             missing_VC = (-seen_VC).astype(narrow)
         else:
-            v_CV = _values(plan, x, row, n, head, values)
+            v_CV = _read_values(plan, x, share, n)
             missing_VC = (v_CV.T.astype(plan.wide) - seen_VC).astype(narrow)
         v_new_VC = plan.dot(missing_VC, solved.solve[chain, n], b_rows=True).astype(narrow)
         if out.v_new is not None:
@@ -119,11 +128,9 @@ def _scan_kernel(
 def _reverse_kernel(
     plan: Plan, span: Span, num_heads: int, x: Stream, d_state_in: jax.Array, out: Reversed
 ) -> None:
-    tile, narrow = d_state_in.shape[-1], plan.narrow
-    values, chain = pl.ds(pl.program_id(0) * tile, tile), pl.program_id(1)
-    row, head = chain // num_heads, chain % num_heads
-    prepared, solved = x.prepared, x.solved
-    start, count = _piece(span, prepared.total.shape[1])
+    prepared, solved, narrow = x.prepared, x.solved, plan.narrow
+    share = _share(span, num_heads, d_state_in.shape[-1], prepared.total.shape[1])
+    values, chain, row, head, start, count = share
 
     def step(i: jax.Array, d_state_VK: jax.Array) -> jax.Array:
         n = start + count - 1 - i
@@ -132,7 +139,7 @@ def _reverse_kernel(
         d_narrow_VK = d_state_VK.astype(narrow)
         if out.d_leaving is not None:
             out.d_leaving[chain, n, values, :] = d_narrow_VK
-        do_CV = _values(plan, x, row, n, head, values).astype(narrow)
+        do_CV = _read_values(plan, x, share, n).astype(narrow)
         dv_new_VC = plan.dot(do_CV, solved.p[chain, n], a_columns=True)
         dv_new_VC += plan.dot(d_narrow_VK, prepared.k_leave[chain, n], b_rows=True)
         dv_VC = plan.dot(dv_new_VC.astype(narrow), solved.solve[chain, n]).astype(narrow)
