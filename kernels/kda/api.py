@@ -21,7 +21,7 @@ from kernels.kda.reference import kda_reference
 from kernels.kda.tiles import TILE
 
 GateKind = Literal["bounded", "softplus", "log_decay"]
-Residuals = Literal["default", "lean"]
+Residuals = Literal["default", "lean", "full"]
 RESIDUALS = get_args(Residuals)
 
 IMPLEMENTATIONS: dict[str, Implementation] = {

@@ -38,36 +38,42 @@ Exp2 = Callable[[jax.Array], jax.Array]
 class Masks(NamedTuple):
     """0 and 1, made outside: a program would spend a register on every entry it makes."""
 
-    # [splits + 2, R, R]: the rows j whose log-decays row i sums: of each split, from the start
-    # through i, and behind i.
-    spans: jax.Array
-    pairs: jax.Array  # [splits, R, R]
-    vjps: jax.Array  # [2, R, R]: transposes of the last two spans
+    splits: jax.Array  # [S, R, R]: the rows j whose log-decays row i sums for its factor
+    sums: jax.Array  # [2, R, R]: the rows through i, and those behind i
+    vjps: jax.Array  # [2, R, R]: their transposes
 
 
 def masks(num_rows: int, log_tile: int) -> Masks:
     """The masks of so many rows: halvings down to the tiles, and the tiles unless log_tile is 0."""
     i_RR, j_RR = np.indices((num_rows, num_rows))
-    spans, pairs = [], []
+    splits = []
     for log_size in reversed(range(log_tile, num_rows.bit_length() - 1)):
         i_block_RR, j_block_RR = i_RR >> log_size, j_RR >> log_size
         odd_RR = i_block_RR % 2 == 1
-        spans.append((i_block_RR == j_block_RR) & np.where(odd_RR, j_RR <= i_RR, j_RR > i_RR))
-        pairs.append((i_block_RR == j_block_RR + 1) & odd_RR)
+        splits.append((i_block_RR == j_block_RR) & np.where(odd_RR, j_RR <= i_RR, j_RR > i_RR))
     if log_tile:
         same_RR = i_RR >> log_tile == j_RR >> log_tile
-        spans.append(same_RR & (j_RR <= i_RR))
-        pairs.append(same_RR & (j_RR < i_RR))
-    through_RR, behind_RR = j_RR <= i_RR, j_RR > i_RR
-    return Masks(
-        np.stack([*spans, through_RR, behind_RR]),
-        np.stack(pairs),
-        np.stack([through_RR.T, behind_RR.T]),
-    )
+        splits.append(same_RR & (j_RR <= i_RR))
+    sums = np.stack([j_RR <= i_RR, j_RR > i_RR])
+    return Masks(np.stack(splits), sums, sums.swapaxes(1, 2))
+
+
+def _num_halvings(num_rows: int, log_tile: int) -> int:
+    return num_rows.bit_length() - 1 - log_tile
+
+
+def pairs(num_rows: int, log_tile: int, number: int | jax.Array) -> jax.Array:
+    """[R, R]: the pairs i > j of the split of this number; a halving's may be traced."""
+    i_RR, j_RR = _pair(num_rows)
+    if isinstance(number, int) and number == _num_halvings(num_rows, log_tile):
+        return (i_RR >> log_tile == j_RR >> log_tile) & (i_RR > j_RR)
+    log_size = num_rows.bit_length() - 2 - number
+    i_block_RR, j_block_RR = i_RR >> log_size, j_RR >> log_size
+    return (i_block_RR == j_block_RR + 1) & (i_block_RR & 1 == 1)
 
 
 class Split(NamedTuple):
-    """exp(G_i - G_j) = row_i * column_j for the pairs of the mask of this number."""
+    """exp(G_i - G_j) = row_i * column_j for the `pairs` of this number."""
 
     number: int | jax.Array
     row_RK: jax.Array
@@ -96,7 +102,7 @@ class Decays:
         exp2: Exp2,
     ) -> None:
         self.g_RK, self.masks, self.log_tile = g_RK, masks, log_tile
-        self.exp2, self.span, self.num_splits = exp2, spans(g_RK), len(masks.spans) - 2
+        self.exp2, self.span, self.num_splits = exp2, spans(g_RK), len(masks.splits)
         self._shift = float(np.ceil(-bound * (1 << log_tile) / 2))
         self._tile: tuple[jax.Array, jax.Array] | None = None
 
@@ -104,11 +110,11 @@ class Decays:
         """[R, K]: from the first row through the row."""
         if 1 << self.log_tile == self.g_RK.shape[0]:
             return self._tile_factors()[0] * 2.0**-self._shift
-        return self.exp2(self.span(self.masks.spans[self.num_splits]))
+        return self.exp2(self.span(self.masks.sums[0]))
 
     def to_end(self) -> jax.Array:
         """[R, K]: of the rows behind the row."""
-        return self.exp2(self.span(self.masks.spans[self.num_splits + 1]))
+        return self.exp2(self.span(self.masks.sums[1]))
 
     def total(self) -> jax.Array:
         """[1, K]: of all rows."""
@@ -116,7 +122,7 @@ class Decays:
 
     def _tile_factors(self) -> tuple[jax.Array, jax.Array]:
         if self._tile is None:
-            summed_RK = self.span(self.masks.spans[self.num_splits - 1])
+            summed_RK = self.span(self.masks.splits[self.num_splits - 1])
             if 2 * self._shift < 127:
                 scale = 2.0**self._shift  # behind the exponential, where it costs no bits
                 self._tile = self.exp2(summed_RK) * scale, self.exp2(-summed_RK) / scale
@@ -132,10 +138,10 @@ class Decays:
         """
         num_rows = self.g_RK.shape[0]
         row_R1 = jax.lax.broadcasted_iota(jnp.int32, (num_rows, 1), 0)
-        num_halvings = self.num_splits - (self.log_tile > 0)
+        num_halvings = _num_halvings(num_rows, self.log_tile)
 
         def halve(n: jax.Array, carry: Carry) -> Carry:
-            near_RK = self.exp2(self.span(self.masks.spans[n]))
+            near_RK = self.exp2(self.span(self.masks.splits[n]))
             odd_R1 = (row_R1 >> (num_rows.bit_length() - 2 - n)) % 2 == 1
             return add(Split(n, near_RK, near_RK, odd_R1), carry)
 
@@ -167,26 +173,30 @@ def scores(
     narrow: jnp.dtype,
     dot: Dot,
 ) -> tuple[jax.Array, jax.Array]:
-    """Decayed scores (q on k with the diagonal, k on k strictly below it), float32.
+    """Decayed scores (q on k, k on k), float32, where i > j; the rest is for `cut` to remove.
 
     The channels may be a part of the whole; before: the scores of the parts before.
     """
-    i_RR, j_RR = _pair(q_RK.shape[0])
-    own_R1 = jnp.sum(q_RK * k_RK, axis=1, keepdims=True)
-    of_q_RR = jnp.where(i_RR == j_RR, before[0] + own_R1, before[0])
 
     def add(split: Split, carry: tuple) -> tuple:
-        of_q_RR, of_k_RR = carry
-        pairs_RR = decays.masks.pairs[split.number] != 0
         column_RK = (k_RK * split.column_RK).astype(narrow)
         row_RK = column_RK if split.odd_R1 is not None else (k_RK * split.row_RK).astype(narrow)
-        # A select and not a product: entries outside the mask may have overflowed.
-        of_k_RR += jnp.where(pairs_RR, dot(row_RK, column_RK, b_rows=True), 0.0)
-        row_RK = (q_RK * split.row_RK).astype(narrow)
-        of_q_RR += jnp.where(pairs_RR, dot(row_RK, column_RK, b_rows=True), 0.0)
-        return of_q_RR, of_k_RR
+        of_k_RR = dot(row_RK, column_RK, b_rows=True)
+        of_q_RR = dot((q_RK * split.row_RK).astype(narrow), column_RK, b_rows=True)
+        if decays.num_splits > 1:
+            pairs_RR = pairs(q_RK.shape[0], decays.log_tile, split.number)
+            # A select and not a product: entries outside the mask may have overflowed.
+            of_q_RR, of_k_RR = (jnp.where(pairs_RR, x_RR, 0.0) for x_RR in (of_q_RR, of_k_RR))
+        return carry[0] + of_q_RR, carry[1] + of_k_RR
 
-    return decays.accumulate(add, (of_q_RR, before[1]))
+    return decays.accumulate(add, before)
+
+
+def cut(of_q_RR: jax.Array, of_k_RR: jax.Array, own_R1: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Scores of q on k with the diagonal, own, and of k on k strictly below it."""
+    i_RR, j_RR = _pair(of_q_RR.shape[0])
+    of_q_RR, of_k_RR = (jnp.where(i_RR > j_RR, x_RR, 0.0) for x_RR in (of_q_RR, of_k_RR))
+    return jnp.where(i_RR == j_RR, own_R1, of_q_RR), of_k_RR
 
 
 class ScoreGradients(NamedTuple):
@@ -198,27 +208,31 @@ class ScoreGradients(NamedTuple):
 
 
 def cut_pairs(
-    dp_RR: jax.Array, dl_RR: jax.Array, n: int, is_halving: bool, masks: Masks
-) -> tuple[jax.Array, jax.Array]:
-    """The gradients of the scores of split n, as scores_vjp takes them."""
-    pairs_RR = masks.pairs[n]
-    dp_RR, dl_RR = dp_RR * pairs_RR, dl_RR * pairs_RR
-    # A row of a halving is on one side only, so one product with both serves both.
-    return dp_RR, dl_RR + dl_RR.T if is_halving else dl_RR
+    dp_RR: jax.Array, dl_RR: jax.Array, log_tile: int
+) -> list[tuple[jax.Array, jax.Array]]:
+    """The gradients of the scores of every split, as scores_vjp takes them."""
+    num_rows, cut = dp_RR.shape[0], []
+    num_halvings = _num_halvings(num_rows, log_tile)
+    for n in range(num_halvings + (log_tile > 0)):
+        pairs_RR = pairs(num_rows, log_tile, n)
+        dp_n_RR, dl_n_RR = (jnp.where(pairs_RR, d_RR, 0.0) for d_RR in (dp_RR, dl_RR))
+        # A row of a halving is on one side only, so one product with both serves both.
+        cut.append((dp_n_RR, dl_n_RR + dl_n_RR.T if n < num_halvings else dl_n_RR))
+    return cut
 
 
 def scores_vjp(
     before: ScoreGradients,
-    dp_SRR: jax.Array,
-    dl_SRR: jax.Array,
+    of_split: Callable[[int | jax.Array], tuple[jax.Array, jax.Array]],
     q_RK: jax.Array,
     k_RK: jax.Array,
     decays: Decays,
     dot: Dot,
+    rounded: Callable[[jax.Array], jax.Array],
 ) -> ScoreGradients:
     """Adds to `before` the gradients from those of the decayed scores, pairs i > j only.
 
-    dp is the gradient of the scores of q on k, dl of those of k on k, both per split (cut_pairs).
+    of_split(n): dp, the gradient of the scores of q on k, and dl, of those of k on k (cut_pairs).
     Both ends of a pair multiply the same rounded operands, so that what a pair adds to its row's
     cumulative log-decay and takes from its column's cancels to float32 accuracy.
     """
@@ -227,24 +241,24 @@ def scores_vjp(
     def add(split: Split, d: ScoreGradients) -> ScoreGradients:
         # In this order few tiles are alive at once.
         n, row_RK, column_RK, odd_R1 = split
+        dp_RR, dl_RR = of_split(n)
         dq_RK, dk_RK, da_RK = d
-        narrow = dp_SRR.dtype
-        k_of_RK = (k_RK * column_RK).astype(narrow)
-        from_p_RK = dot(dp_SRR[n], k_of_RK)
-        q_of_RK = (q_RK * row_RK).astype(narrow)
+        k_of_RK = rounded(k_RK * column_RK)
+        from_p_RK = dot(dp_RR, k_of_RK)
+        q_of_RK = rounded(q_RK * row_RK)
         dq_RK += row_RK * from_p_RK
         da_RK += q_of_RK.astype(wide) * from_p_RK
-        of_column_RK = dot(dp_SRR[n], q_of_RK, a_columns=True)
+        of_column_RK = dot(dp_RR, q_of_RK, a_columns=True)
         if odd_R1 is not None:
-            of_column_RK += dot(dl_SRR[n], k_of_RK)
+            of_column_RK += dot(dl_RR, k_of_RK)
             dk_RK += column_RK * of_column_RK
             da_RK += k_of_RK.astype(wide) * jnp.where(odd_R1, of_column_RK, -of_column_RK)
         else:
-            k_row_RK = (k_RK * row_RK).astype(narrow)
-            of_column_RK += dot(dl_SRR[n], k_row_RK, a_columns=True)
+            k_row_RK = rounded(k_RK * row_RK)
+            of_column_RK += dot(dl_RR, k_row_RK, a_columns=True)
             dk_RK += column_RK * of_column_RK
             da_RK -= k_of_RK.astype(wide) * of_column_RK
-            from_l_RK = dot(dl_SRR[n], k_of_RK)
+            from_l_RK = dot(dl_RR, k_of_RK)
             dk_RK += row_RK * from_l_RK
             da_RK += k_row_RK.astype(wide) * from_l_RK
         return ScoreGradients(dq_RK, dk_RK, da_RK)

@@ -22,6 +22,7 @@ Letters: B batch, T time, H value heads, K key dim, V value dim, N chunks, C chu
 
 import dataclasses
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +30,10 @@ import jax.numpy as jnp
 from kernels.kda import chunk
 from kernels.kda.operands import KdaInputs, KdaOptions, valid_tokens
 from kernels.kda.triton.backward import Chain, ValueSide, grads, solve_vjp
-from kernels.kda.triton.plan import Plan, Tokens
-from kernels.kda.triton.prepare import Prepared, Solved, prepare
+from kernels.kda.triton.plan import Plan, RowFactors, Tokens
+from kernels.kda.triton.prepare import Prepared, Solved, prepare, prepare_again
 from kernels.kda.triton.scans import (
+    Pieces,
     Span,
     Stream,
     entering_states,
@@ -183,23 +185,36 @@ def _chains(x_BHKV: jax.Array) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _kda(plan: Plan, inputs: KdaInputs) -> tuple[jax.Array, jax.Array]:
-    return _forward(plan, inputs)[0]
+    return _run(plan, inputs)[0]
 
 
 def _stream(
-    plan: Plan, inputs: KdaInputs, prepared: Prepared, solved: Solved, values_BTHV: jax.Array
+    plan: Plan,
+    inputs: KdaInputs,
+    prepared: Prepared,
+    solved: Solved,
+    values_BTHV: jax.Array,
 ) -> Stream:
-    return Stream(prepared, solved, _chunked(plan, values_BTHV), inputs.lengths_B)
+    values = _chunked(plan, values_BTHV)
+    return Stream(prepared, solved, values, inputs.lengths_B)
 
 
-def _forward(plan: Plan, inputs: KdaInputs) -> tuple:
-    outputs, _, residuals = _run(plan, inputs)
-    return outputs, residuals
+class Kept(NamedTuple):
+    """What the backward reads of the forward. None: made again."""
+
+    inputs: KdaInputs
+    factors: RowFactors
+    solved: Solved
+    pieces: Pieces
+    o_BTHV: jax.Array
+    prepared: Prepared | None
+    states_XNVK: jax.Array | None  # entering the chunks
+    missing_XNVC: jax.Array | None
 
 
 def _run(plan: Plan, inputs: KdaInputs, keep_states: jnp.dtype | None = None) -> tuple:
-    """Outputs, states entering the chunks [X, N, V, K] on request, residuals."""
-    prepared, solved = prepare(plan, _tokens(plan, inputs, plan.half), solves=True)
+    """Outputs, and what can be kept, states entering the chunks included on request."""
+    prepared, factors, solved = prepare(plan, _tokens(plan, inputs, plan.half))
     v_BTHV, state_BHKV = inputs.v_BTHV, inputs.initial_state_BHKV
     x = _stream(plan, inputs, prepared, solved, v_BTHV)
     num_heads, chunks = v_BTHV.shape[2], _piece_chunks(plan, inputs)
@@ -212,16 +227,18 @@ def _run(plan: Plan, inputs: KdaInputs, keep_states: jnp.dtype | None = None) ->
         pieces.states,
         o=v_BTHV.dtype,
         keep_states=keep_states,
+        keep_missing=keep_states is not None,
     )
     o_BTHV = scanned.o.reshape(v_BTHV.shape)
     state_BHKV = scanned.state[:, -1].reshape(state_BHKV.shape)
-    return (o_BTHV, state_BHKV), scanned.states, (inputs, solved, pieces, o_BTHV)
+    kept = Kept(inputs, factors, solved, pieces, o_BTHV, prepared, scanned.states, scanned.missing)
+    return (o_BTHV, state_BHKV), kept
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _kda_states(plan: Plan, inputs: KdaInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
-    (o_BTHV, state_BHKV), states_XNVK, _ = _run(plan, inputs, keep_states=plan.wide)
-    return o_BTHV, state_BHKV, states_XNVK
+    (o_BTHV, state_BHKV), kept = _run(plan, inputs, keep_states=plan.wide)
+    return o_BTHV, state_BHKV, kept.states_XNVK
 
 
 def _no_gradient(plan: Plan, inputs: KdaInputs) -> tuple:
@@ -234,49 +251,51 @@ def _no_gradient(plan: Plan, inputs: KdaInputs) -> tuple:
 _kda_states.defvjp(_no_gradient, _no_gradient)
 
 
-def _forward_for_vjp(plan: Plan, inputs: KdaInputs) -> tuple:
-    outputs, residuals = _forward(plan, inputs)
-    return outputs, (inputs,) if plan.options.residuals == "lean" else residuals
+def _forward(plan: Plan, inputs: KdaInputs) -> tuple:
+    if plan.options.residuals == "full":
+        return _run(plan, inputs, keep_states=plan.narrow)
+    outputs, kept = _run(plan, inputs)
+    return outputs, inputs if plan.options.residuals == "lean" else kept._replace(prepared=None)
 
 
-def _backward(plan: Plan, residuals: tuple, cotangents: tuple) -> tuple:
+def _backward(plan: Plan, kept: Kept | KdaInputs, cotangents: tuple) -> tuple:
     if plan.options.residuals == "lean":
         # Behind the cotangents, or XLA would find the forward pass's results and keep them.
-        residuals, cotangents = jax.lax.optimization_barrier((residuals, cotangents))
-        _, residuals = _forward(plan, *residuals)
-    inputs, solved, pieces, o_BTHV = residuals
+        inputs, cotangents = jax.lax.optimization_barrier((kept, cotangents))
+        _, kept = _run(plan, inputs, keep_states=plan.narrow)
+    inputs, factors, solved, pieces, o_BTHV, prepared, states_XNVK, missing_XNVC = kept
     do_BTHV, d_state_BHKV = cotangents
     plan = dataclasses.replace(plan, most_log_tile=4)  # nothing bounds a cotangent
     tokens = _tokens(plan, inputs, plan.num_rows)
-    prepared, _ = prepare(plan, _tokens(plan, inputs, plan.half), solves=False)
     num_heads, chunks = inputs.v_BTHV.shape[2], _piece_chunks(plan, inputs)
     span = Span(chunks, 0)
-    x = _stream(plan, inputs, prepared, solved, inputs.v_BTHV)
-    scanned = scan(
-        plan, span, num_heads, x, pieces.states, keep_states=plan.narrow, keep_v_new=True
-    )
+    if prepared is None:
+        prepared = prepare_again(plan, _tokens(plan, inputs, plan.half), factors)
+        x = _stream(plan, inputs, prepared, solved, inputs.v_BTHV)
+        _, _, states_XNVK, missing_XNVC = scan(
+            plan, span, num_heads, x, pieces.states, keep_states=plan.narrow, keep_missing=True
+        )
     x = _stream(plan, inputs, prepared, solved, do_BTHV)
     d_states = leaving_gradients(plan, chunks, num_heads, x, pieces.maps, _chains(d_state_BHKV))
     reversed_ = reverse(plan, span, num_heads, x, d_states, keep_gradients=True)
-    dv_BTHV = reversed_.dv.reshape(do_BTHV.shape)
-    solve = solve_vjp(plan, tokens, ValueSide(o_BTHV, do_BTHV, dv_BTHV, scanned.v_new))
+    x = ValueSide(o_BTHV, do_BTHV, missing_XNVC, reversed_.dv_new, solved.solve, factors.beta)
+    solve = solve_vjp(plan, tokens, x)
     chain = Chain(
         do=do_BTHV,
-        dv=dv_BTHV,
-        states=scanned.states,
+        states=states_XNVK,
         d_leaving=reversed_.d_leaving,
-        v_new=scanned.v_new,
         total=prepared.total,
-        rstd=prepared.rstd,
+        factors=factors,
+        solve=solve,
     )
-    d = grads(plan, tokens, solve, chain)
+    d = grads(plan, tokens, chain)
     batch, num_heads = d_state_BHKV.shape[:2]
     params_BHN2K = d.gate_params.reshape(batch, num_heads, *d.gate_params.shape[1:])
     params_H2K = jnp.sum(params_BHN2K, axis=(0, 2))
     d_inputs = KdaInputs(
         q_BTQK=_sum_group(plan, d.q).astype(inputs.q_BTQK.dtype),
         k_BTQK=_sum_group(plan, d.k).astype(inputs.k_BTQK.dtype),
-        v_BTHV=dv_BTHV.astype(inputs.v_BTHV.dtype),
+        v_BTHV=solve.dv.astype(inputs.v_BTHV.dtype),
         gate_BTHK=d.gate,
         beta_BTH=_beta_vjp(inputs, solve.dbeta),
         a_log_H=None if inputs.a_log_H is None else jnp.sum(params_H2K[:, 1], axis=-1),
@@ -305,4 +324,4 @@ def _sum_group(plan: Plan, dx_BTHK: jax.Array) -> jax.Array:
     return jnp.sum(dx_BTHK.reshape(batch, num_tokens, -1, plan.group, dim), axis=3)
 
 
-_kda.defvjp(_forward_for_vjp, _backward, optimize_remat=True)
+_kda.defvjp(_forward, _backward, optimize_remat=True)

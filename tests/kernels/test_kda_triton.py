@@ -97,12 +97,13 @@ def test_every_kernel_lowers_for_cuda(case):
 @pytest.mark.parametrize("num_rows, log_tile", [(64, 0), (64, 4), (32, 0), (32, 4), (32, 5)])
 def test_splits_cover_every_pair_once_and_look_back_only(num_rows, log_tile):
     masks = chunk.masks(num_rows, log_tile)
-    np.testing.assert_array_equal(masks.pairs.sum(axis=0), np.tri(num_rows, k=-1))
-    through, behind = masks.spans[-2:]
+    pairs = [chunk.pairs(num_rows, log_tile, n) for n in range(len(masks.splits))]
+    np.testing.assert_array_equal(np.sum(pairs, axis=0), np.tri(num_rows, k=-1))
+    through, behind = masks.sums
     np.testing.assert_array_equal(through, np.tri(num_rows))
     np.testing.assert_array_equal(behind, ~np.tri(num_rows, dtype=bool))
-    for span, pairs in zip(masks.spans, masks.pairs, strict=False):
-        rows, columns = np.nonzero(pairs)
+    for span, split in zip(masks.splits, pairs, strict=True):
+        rows, columns = np.nonzero(split)
         # What the row sums lies behind the column and not behind the row, and likewise for the
         # column: together, exactly the rows in between (halvings), or their difference (tiles).
         for i, j in zip(rows, columns, strict=True):
@@ -174,7 +175,7 @@ def test_lean_residuals_change_no_bit():
     inputs = random_inputs(1, 70, 1, 2, 16, 16)
     want, got = (
         evaluate("pallas_triton", inputs, jnp.bfloat16, residuals=residuals)
-        for residuals in ("default", "lean")
+        for residuals in ("full", "lean")
     )
     for name in want:
         np.testing.assert_array_equal(got[name], want[name], err_msg=name)

@@ -15,16 +15,19 @@ from jax.experimental.pallas import triton as plt
 from kernels.kda import chunk
 from kernels.kda.triton.plan import (
     Plan,
+    Raw,
+    RowFactors,
     Rows,
     Tokens,
-    activate_beta,
+    activate,
     chunk_spec,
     for_parts,
     head_spec,
     keep,
-    read_channels,
+    log_decay_vjp,
+    made_once,
     read_cuts,
-    read_gate,
+    read_raw,
     read_rows,
     together,
     token_specs,
@@ -38,44 +41,53 @@ GRADS_PART, VALUE_PART = 32, 64
 
 
 class ValueSide(NamedTuple):
-    """What `solve_vjp` reads: o, do and dv [B, T, H, V], v_new [X, N, V, C]."""
+    """What `solve_vjp` reads: o and do [B, T, H, V], the rest [X, N, ...]."""
 
     o: jax.Array
     do: jax.Array
-    dv: jax.Array
-    v_new: jax.Array
+    missing: jax.Array  # [V, C]
+    dv_new: jax.Array  # [V, C]
+    solve: jax.Array  # [C, C]
+    beta: jax.Array  # [C]
 
 
 class Solve(NamedTuple):
-    """What the value channels say about a chunk's gradients, all [X, N, ...]."""
+    """What the value channels say about a chunk's gradients, all [X, N, ...] but dv."""
 
     # [S, C, C], ready for the tensor cores: chunk.cut_pairs.
     dp: jax.Array  # gradient of the scores of q on k, without the pairs of different documents
     dl: jax.Array  # of the scores of k on k, likewise
     d_own: jax.Array  # [C]: diagonal of the gradient of P
-    along: jax.Array  # [2, C]: <q, dq> and <k, dk> of the normalised q and k
+    # [2, C]: <q, dq> / scale^2 and <k, dk> of the normalised q and k.
+    along: jax.Array | None
     dbeta: jax.Array  # [C]: of the logit, if beta is one
+    v_new: jax.Array  # [C, V]
+    dv: jax.Array  # [B, T, H, V]
 
 
 def _solve_kernel(plan: Plan, tokens: Tokens, x: ValueSide, out: Solve) -> None:
-    rows, wide = pl.ds(0, plan.num_rows), plan.wide
-    valid_C1 = valid_rows(plan, tokens, rows)
-    beta_C1 = activate_beta(plan, tokens.beta[...].reshape(-1, 1), valid_C1)
-    zeros_CC = jnp.zeros((plan.num_rows, plan.num_rows), wide)
-    zeros_C = jnp.zeros((plan.num_rows,), wide)
+    rows, wide, narrow = pl.ds(0, plan.num_rows), plan.wide, plan.narrow
+    valid_C1, beta_C1 = valid_rows(plan, tokens, rows), x.beta[...].reshape(-1, 1)
+    # As the diagonal of solve has it, to take out of v_new and dv just what it brought in.
+    inverse_C1, solve_CC = 1.0 / beta_C1.astype(narrow).astype(wide), x.solve[...]
+    zeros_CC, zeros_C = (jnp.zeros((plan.num_rows,) * n, wide) for n in (2, 1))
 
     def values(part: pl.Slice, sums: tuple) -> tuple:
         dp_CC, dl_CC, along_q_C, overlap_C, of_v_C = sums
-        do_CV = keep(valid_C1, x.do[:, part])
-        dv_CV, v_new_VC = x.dv[:, part], x.v_new[part, :]
-        dp_CC += plan.dot(do_CV.astype(plan.narrow), v_new_VC)
-        dl_CC -= plan.dot(dv_CV, v_new_VC)
-        dv_CV = dv_CV.astype(wide)
-        along_q_C += jnp.sum(do_CV.astype(wide) * x.o[:, part].astype(wide), axis=1)
+        # Before anything is written, or it would have to wait for it.
+        v_CV, o_CV = keep(valid_C1, tokens.v[:, part]), x.o[:, part]
+        do_CV = keep(valid_C1, x.do[:, part]).astype(narrow)
+        # Made again, because the scans would leave them rounded, which dbeta and dp cannot spare.
+        v_new_CV = plan.dot(solve_CC, x.missing[part, :], b_rows=True)
+        dv_CV = plan.dot(solve_CC, x.dv_new[part, :], a_columns=True, b_rows=True)
+        dv_narrow_CV = dv_CV.astype(narrow)
+        dp_CC += plan.dot(do_CV, v_new_CV, b_rows=True)
+        dl_CC -= plan.dot(dv_narrow_CV, v_new_CV, b_rows=True)
+        along_q_C += jnp.sum(do_CV.astype(wide) * o_CV.astype(wide), axis=1)
         # Divided before they meet, because their product may be too small for float32.
-        missing_CV = v_new_VC.T.astype(wide) / beta_C1
-        overlap_C += jnp.sum((dv_CV / beta_C1) * missing_CV, axis=1)
-        of_v_C += jnp.sum(dv_CV * keep(valid_C1, tokens.v[:, part]).astype(wide), axis=1)
+        overlap_C += jnp.sum((dv_CV * inverse_C1) * (v_new_CV * inverse_C1), axis=1)
+        of_v_C += jnp.sum(dv_narrow_CV.astype(wide) * v_CV.astype(wide), axis=1)
+        out.v_new[:, part], out.dv[:, part] = v_new_CV.astype(narrow), dv_narrow_CV
         return dp_CC, dl_CC, along_q_C, overlap_C, of_v_C
 
     sums = (zeros_CC, zeros_CC, zeros_C, zeros_C, zeros_C)
@@ -86,15 +98,13 @@ def _solve_kernel(plan: Plan, tokens: Tokens, x: ValueSide, out: Solve) -> None:
     beta_C = beta_C1.reshape(-1)
     slope_C = beta_C * (1.0 - beta_C) if plan.options.beta_is_logit else 1.0
     out.dbeta[...] = overlap_C * slope_C
-    out.along[0, :] = along_q_C  # o is linear in q
-    out.along[1, :] = 2.0 * beta_C * overlap_C - of_v_C
+    if out.along is not None:
+        out.along[0, :] = along_q_C * (1.0 / plan.options.scale**2)  # o is linear in q
+        out.along[1, :] = 2.0 * beta_C * overlap_C - of_v_C
     out.d_own[...] = chunk.diagonal(dp_CC).reshape(-1)
     together_CC = together(tokens, rows, rows)
     dp_CC, dl_CC = (keep(together_CC, d_CC).astype(plan.narrow) for d_CC in (dp_CC, dl_CC))
-    num_splits = tokens.masks.pairs.shape[0]
-    for n in range(num_splits):
-        is_halving = n < num_splits - 1 or plan.log_tile == 0
-        cut = chunk.cut_pairs(dp_CC, dl_CC, n, is_halving, tokens.masks)
+    for n, cut in enumerate(chunk.cut_pairs(dp_CC, dl_CC, plan.log_tile)):
         out.dp[n, :, :], out.dl[n, :, :] = cut
 
 
@@ -104,38 +114,37 @@ def solve_vjp(plan: Plan, tokens: Tokens, x: ValueSide) -> Solve:
     rows = plan.num_rows
     chunks = (batch * num_heads, num_tokens // rows)
     spec = partial(chunk_spec, num_heads)
-    cut = (tokens.masks.pairs.shape[0], rows, rows)
-    dims = Solve(cut, cut, (rows,), (2, rows), (rows,))
-    dtypes = Solve(*[plan.narrow] * 2, *[plan.wide] * 3)
+    cut = (tokens.masks.splits.shape[0], rows, rows)
+    along = (2, rows) if plan.options.use_qk_l2norm else None
+    dims = Solve(cut, cut, (rows,), along, (rows,), (rows, value_dim), None)
+    dtypes = Solve(*[plan.narrow] * 2, *[plan.wide] * 3, *[plan.narrow] * 2)
+    shapes = map(lambda d, t: d and jax.ShapeDtypeStruct((*chunks, *d), t), dims, dtypes)
+    shapes = Solve(*shapes)._replace(dv=jax.ShapeDtypeStruct(tokens.v.shape, plan.narrow))
     values = head_spec(rows, value_dim)
     return pl.pallas_call(
         partial(_solve_kernel, plan),
         grid=(num_heads, chunks[1], batch),
         in_specs=(
             token_specs(plan, tokens),
-            ValueSide(*[values] * 3, spec(value_dim, rows)),
+            ValueSide(*[values] * 2, *[spec(value_dim, rows)] * 2, spec(rows, rows), spec(rows)),
         ),
-        out_specs=(Solve(*(spec(*d) for d in dims)),),
-        out_shape=varying_like(
-            tokens.q,
-            (Solve(*map(lambda d, t: jax.ShapeDtypeStruct((*chunks, *d), t), dims, dtypes)),),
-        ),
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=2),
+        out_specs=(Solve(*(d and spec(*d) for d in dims))._replace(dv=values),),
+        out_shape=varying_like(tokens.q, (shapes,)),
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=3),
         interpret=plan.interpret,
         name="kda_solve_vjp",
     )(tokens, x)[0]
 
 
 class Chain(NamedTuple):
-    """What the kernels before leave for `grads`, all [X, N, ...] but do and dv [B, T, H, V]."""
+    """What the kernels before leave for `grads`, all [X, N, ...] but do [B, T, H, V]."""
 
     do: jax.Array
-    dv: jax.Array
     states: jax.Array
     d_leaving: jax.Array
-    v_new: jax.Array
     total: jax.Array
-    rstd: jax.Array | None
+    factors: RowFactors
+    solve: Solve
 
 
 class Gradients(NamedTuple):
@@ -145,47 +154,63 @@ class Gradients(NamedTuple):
     gate_params: jax.Array  # [X, N, 2, K]: the chunk's part of d dt_bias and of d a_log
 
 
-def _grads_kernel(plan: Plan, tokens: Tokens, solve: Solve, c: Chain, out: Gradients) -> None:
-    whole = pl.ds(0, plan.num_rows)
-    rows, cuts = read_rows(plan, tokens, whole, c.rstd), read_cuts(tokens, whole)
+def _grads_kernel(plan: Plan, tokens: Tokens, c: Chain, out: Gradients) -> None:
+    whole, solve = pl.ds(0, plan.num_rows), c.solve
     part_dim = out.q.shape[-1]
     num_parts = tokens.q.shape[-1] // part_dim
     part = pl.ds(pl.program_id(0) % num_parts * part_dim, part_dim)
-    x = read_channels(plan, tokens, rows, part)
-    decays = plan.decays(x.g_RK, tokens.masks)
+    rows, cuts = read_rows(plan, tokens, whole, c.factors), read_cuts(tokens, whole)
+    raw = read_raw(tokens, whole, part)
     # First the states, then the pairs: what a loop starts from is summed up before it, and frees
     # the registers of its parts.
     d_enter_q_CK, d_enter_k_CK, d_leave_CK, d_total_1K = _through_states(plan, rows, c)
+    # What is read here is read at once; where it is used, each would be waited for.
+    sums, last = tokens.masks.sums, tokens.masks.splits.shape[0] - 1
+    tokens = tokens._replace(masks=tokens.masks._replace(sums=(sums[0], sums[1])))
+    of_last = solve.dp[last], solve.dl[last]
+    d_own_C1 = solve.d_own[...].reshape(-1, 1)
+    if solve.along is not None:
+        along_q_C1, along_k_C1 = (solve.along[n, :].reshape(-1, 1) for n in range(2))
+    raw = Raw(*map(made_once, raw))
+    x = activate(plan, tokens, rows, part, raw)
+    decays = plan.decays(x.g_RK, tokens.masks)
     from_start_CK = keep(cuts and cuts.enters_R1, decays.from_start())
+    to_end_CK = keep(cuts and cuts.leaves_R1, decays.to_end())
     d_enter_q_CK *= from_start_CK
     d_enter_k_CK *= from_start_CK
-    d_leave_CK *= keep(cuts and cuts.leaves_R1, decays.to_end())
-    d_own_C1 = solve.d_own[...].reshape(-1, 1)
+    d_leave_CK *= to_end_CK
+    # The diagonal of P, and what the normalisation takes back, here and not at the end: q and k
+    # would be kept in a second layout for it.
+    dq_CK, dk_CK = d_own_C1 * x.k_RK, d_own_C1 * x.q_RK
+    if solve.along is not None:
+        dq_CK -= along_q_C1 * x.q_RK
+        dk_CK -= along_k_C1 * x.k_RK
     of_states = chunk.ScoreGradients(
-        d_enter_q_CK + d_own_C1 * x.k_RK,
-        d_leave_CK - d_enter_k_CK + d_own_C1 * x.q_RK,
+        d_enter_q_CK + dq_CK,
+        d_leave_CK - d_enter_k_CK + dk_CK,
         x.q_RK * d_enter_q_CK - x.k_RK * d_enter_k_CK,
     )
-    dg_CK = plan.row_sums(x.k_RK * d_leave_CK)(tokens.masks.vjps[1])
-    dg_CK += c.total[...].reshape(1, -1) * d_total_1K
+    of_leaving = plan.row_sums(x.k_RK * d_leave_CK)
+
+    def of_split(n: int | jax.Array) -> tuple[jax.Array, jax.Array]:
+        return of_last if isinstance(n, int) and n == last else (solve.dp[n], solve.dl[n])
+
     dq_CK, dk_CK, da_CK = chunk.scores_vjp(
-        of_states, solve.dp, solve.dl, x.q_RK, x.k_RK, decays, plan.dot
+        of_states, of_split, x.q_RK, x.k_RK, decays, plan.dot, plan.rounded
     )
 
-    q_along_C1, k_along_C1 = (solve.along[n, :].reshape(-1, 1) for n in range(2))
-    dq_CK = _normalize_vjp(dq_CK, x.q_RK, q_along_C1, rows.q_rstd_R1, plan.options.scale)
-    dk_CK = _normalize_vjp(dk_CK, x.k_RK, k_along_C1, rows.k_rstd_R1, 1.0)
-    out.q[...] = dq_CK.astype(out.q.dtype)
+    if rows.q_rstd_R1 is not None:
+        dq_CK, dk_CK = rows.q_rstd_R1 * dq_CK, rows.k_rstd_R1 * dk_CK
+    out.q[...] = (plan.options.scale * dq_CK).astype(out.q.dtype)
     out.k[...] = dk_CK.astype(out.k.dtype)
 
-    dg_CK += plan.row_sums(da_CK)(tokens.masks.vjps[0])
-    # Read again: the gate was not worth its registers so far.
-    gate = read_gate(plan, tokens, rows, part)
-    dg_CK = keep(rows.valid_R1, dg_CK)
-    dz_CK = dg_CK * gate.dg_dz_RK
+    dg_CK = of_leaving(tokens.masks.vjps[1]) + plan.row_sums(da_CK)(tokens.masks.vjps[0])
+    dg_CK += c.total[...].reshape(1, -1) * d_total_1K
+    dg_CK = made_once(keep(rows.valid_R1, dg_CK))
+    dz_CK, of_a_log_CK = log_decay_vjp(plan, tokens, rows, part, raw.gate_RK, dg_CK)
     out.gate[...] = dz_CK.astype(out.gate.dtype)
     out.gate_params[0, :] = jnp.sum(dz_CK, axis=0)
-    out.gate_params[1, :] = jnp.sum(dg_CK * gate.dg_da_log_RK, axis=0)
+    out.gate_params[1, :] = jnp.sum(of_a_log_CK, axis=0)
 
 
 def _through_states(plan: Plan, rows: Rows, c: Chain) -> tuple[jax.Array, ...]:
@@ -193,35 +218,23 @@ def _through_states(plan: Plan, rows: Rows, c: Chain) -> tuple[jax.Array, ...]:
     value_dim, part_dim = c.states.shape
 
     def values(part: pl.Slice, sums: tuple) -> tuple:
-        of_q_CK, of_k_CK, of_leaving_CK, overlap_1K = sums
+        of_q_CK, of_k_CK, of_leaving_CK, overlap_VK = sums
         do_CV = keep(rows.valid_R1, c.do[:, part]).astype(plan.narrow)
         states_VK, d_leaving_VK = c.states[part, :].astype(plan.narrow), c.d_leaving[part, :]
         of_q_CK += plan.dot(do_CV, states_VK)
-        of_k_CK += plan.dot(c.dv[:, part], states_VK)
-        of_leaving_CK += plan.dot(c.v_new[part, :], d_leaving_VK, a_columns=True)
-        overlap_VK = states_VK.astype(plan.wide) * d_leaving_VK.astype(plan.wide)
-        overlap_1K += jnp.sum(overlap_VK, axis=0, keepdims=True)
-        return of_q_CK, of_k_CK, of_leaving_CK, overlap_1K
+        of_k_CK += plan.dot(c.solve.dv[:, part], states_VK)
+        of_leaving_CK += plan.dot(c.solve.v_new[:, part], d_leaving_VK)
+        overlap_VK += states_VK.astype(plan.wide) * d_leaving_VK.astype(plan.wide)
+        return of_q_CK, of_k_CK, of_leaving_CK, overlap_VK
 
     zeros_CK = jnp.zeros((plan.num_rows, part_dim), plan.wide)
-    sums = (zeros_CK, zeros_CK, zeros_CK, jnp.zeros((1, part_dim), plan.wide))
-    return for_parts(value_dim, VALUE_PART, values, sums)
+    zeros_VK = jnp.zeros((min(VALUE_PART, value_dim), part_dim), plan.wide)
+    sums = (zeros_CK, zeros_CK, zeros_CK, zeros_VK)
+    *sums, overlap_VK = for_parts(value_dim, VALUE_PART, values, sums)
+    return *sums, jnp.sum(overlap_VK, axis=0, keepdims=True)
 
 
-def _normalize_vjp(
-    dy_RK: jax.Array,
-    y_RK: jax.Array,
-    along_R1: jax.Array,
-    rstd_R1: jax.Array | None,
-    scale: float,
-) -> jax.Array:
-    """Gradient of x, where y = scale * x * rstd(x) and along = <y, dy>."""
-    if rstd_R1 is None:
-        return scale * dy_RK
-    return rstd_R1 * (scale * dy_RK - y_RK * (along_R1 * (1.0 / scale)))
-
-
-def grads(plan: Plan, tokens: Tokens, solve: Solve, chain: Chain) -> Gradients:
+def grads(plan: Plan, tokens: Tokens, chain: Chain) -> Gradients:
     """The key side of the chunks' gradients, down to the raw inputs."""
     batch, num_tokens, num_heads, value_dim = tokens.v.shape
     key_dim, rows = tokens.q.shape[-1], plan.num_rows
@@ -256,15 +269,14 @@ def grads(plan: Plan, tokens: Tokens, solve: Solve, chain: Chain) -> Gradients:
         grid=(num_heads * num_parts, chunks[1], batch),
         in_specs=(
             jax.tree.map(of_program, token_specs(plan, tokens)),
-            jax.tree.map(lambda x: of_chunk(*x.shape[2:]), solve),
-            Chain(
+            jax.tree.map(lambda x: of_chunk(*x.shape[2:]), chain)._replace(
                 do=values,
-                dv=values,
+                solve=jax.tree.map(lambda x: of_chunk(*x.shape[2:]), chain.solve)._replace(
+                    dv=values
+                ),
                 states=states,
                 d_leaving=states,
-                v_new=of_chunk(value_dim, rows),
                 total=of_chunk(part_dim, keys=2),
-                rstd=None if chain.rstd is None else of_chunk(2, rows),
             ),
         ),
         out_specs=(Gradients(keys, keys, keys, of_chunk(2, part_dim, keys=3)),),
@@ -284,4 +296,4 @@ def grads(plan: Plan, tokens: Tokens, solve: Solve, chain: Chain) -> Gradients:
         ),
         interpret=plan.interpret,
         name="kda_grads",
-    )(tokens, solve, chain)[0]
+    )(tokens, chain)[0]

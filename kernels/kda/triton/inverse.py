@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plt
 
-from kernels.kda.triton.plan import Plan, half_rows
+from kernels.kda.triton.plan import Plan, half_rows, synchronize
 
 LOG_TILE = 4
 TILE = 1 << LOG_TILE
@@ -32,18 +32,13 @@ def unit_lower_inverse(
     first_RR, across_RR, second_RR = lower
     halves = half_rows(plan, 0), half_rows(plan, 1)
     scratch[halves[0], :], scratch[halves[1], :] = first_RR, second_RR
-    _synchronize(plan)
+    synchronize(plan)
     _invert_tiles(plan, scratch)
-    _synchronize(plan)
+    synchronize(plan)
     first_RR = _merge(plan, scratch[halves[0], :], first_RR)
     second_RR = _merge(plan, scratch[halves[1], :], second_RR)
-    across_RR = plan.dot(second_RR, across_RR, precise=True)
-    return first_RR, -plan.dot(across_RR, first_RR, precise=True), second_RR
-
-
-def _synchronize(plan: Plan) -> None:
-    if not plan.interpret:
-        plt.debug_barrier()  # what other threads wrote is read next
+    across_RR = plan.dot(second_RR, across_RR)
+    return first_RR, -plan.dot(across_RR, first_RR), second_RR
 
 
 def _invert_tiles(plan: Plan, scratch: jax.Array) -> None:
@@ -58,7 +53,7 @@ def _invert_tiles(plan: Plan, scratch: jax.Array) -> None:
         factor_JNI = plt.load(scratch.at[row_JNI, start_JNI + r])
         pivot_JN1 = jnp.sum(jnp.where(i_JNI == r, x_JNI, 0.0), axis=2, keepdims=True)
         x_JNI -= jnp.where(i_JNI > r, factor_JNI, 0.0) * pivot_JN1
-    _synchronize(plan)
+    synchronize(plan)
     plt.store(scratch.at[row_JNI, start_JNI + j_JNI], x_JNI)
 
 
@@ -69,5 +64,5 @@ def _merge(plan: Plan, tiles_RR: jax.Array, l_RR: jax.Array) -> jax.Array:
     for log_size in range(LOG_TILE, plan.half.bit_length() - 1):
         i_RR, j_RR = rows >> log_size, columns >> log_size
         between_RR = jnp.where((i_RR == j_RR + 1) & (j_RR % 2 == 0), l_RR, 0.0)
-        x_RR = x_RR - plan.dot(plan.dot(x_RR, between_RR, precise=True), x_RR, precise=True)
+        x_RR = x_RR - plan.dot(plan.dot(x_RR, between_RR), x_RR)
     return x_RR

@@ -27,7 +27,7 @@ LOG2E = math.log2(math.e)
 SMALLEST_BETA = 1e-25
 # Key channels of which a program holds tiles at a time: more, and registers spill. Measured on an
 # H200: with the scores to hold as well, and without.
-SOLVE_PART, PREPARE_PART = 16, 64
+SOLVE_PART, PREPARE_PART, MEASURE_PART = 32, 64, 64
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,8 @@ class Plan:
         *,
         a_columns: bool = False,
         b_rows: bool = False,
-        precise: bool = False,
     ) -> jax.Array:
-        """a b in the wide dtype, a or b transposed on request; precise: operands of 16 bits."""
+        """a b in the wide dtype, a or b transposed on request; of wide operands 16 bits count."""
         contract = ((0 if a_columns else 1,), (1 if b_rows else 0,))
         product = partial(
             jax.lax.dot_general,
@@ -79,12 +78,15 @@ class Plan:
             # Widened, because the CPU has no bfloat16 products of some layouts.
             a, b = a.astype(self.wide), b.astype(self.wide)
             return product(a, b, precision=jax.lax.Precision.HIGHEST)
-        if b.dtype.itemsize == 2:
+        if a.dtype.itemsize == b.dtype.itemsize == 2:
             return product(a, b)
-        if self.narrow == jnp.bfloat16:
-            (a, a_rest), (b, b_rest) = _bfloat16_parts(a, 2), _bfloat16_parts(b, 2)
-            return product(a_rest, b) + product(a, b_rest) + product(a, b)
-        return product(a, b, precision=_X6)
+        if self.narrow != jnp.bfloat16:
+            return product(a, b, precision=_X6)
+        (a, *a_rest), (b, *b_rest) = (
+            [x] if x.dtype.itemsize == 2 else _bfloat16_parts(x, 2) for x in (a, b)
+        )
+        pairs = [(rest, b) for rest in a_rest] + [(a, rest) for rest in b_rest] + [(a, b)]
+        return reduce(jnp.add, [product(*pair) for pair in pairs])
 
     def row_sums(self, x_RK: jax.Array) -> Callable[[jax.Array], jax.Array]:
         """As chunk.RowSums: products of the mask with parts of x that are exact in bfloat16."""
@@ -105,13 +107,11 @@ class Plan:
 
     def masks(self, num_rows: int) -> chunk.Masks:
         """Masks of so many rows, of the types that their products take."""
-        if self.interpret:
-            spans, vjps = self.wide, self.wide
-        else:
+        types = chunk.Masks(*[self.wide] * 3)
+        if not self.interpret:
             spans = jnp.float16 if self.narrow == jnp.bfloat16 else jnp.bfloat16
-            vjps = jnp.bfloat16
+            types = chunk.Masks(spans, spans, jnp.bfloat16)
         arrays = chunk.masks(num_rows, self.log_tile)
-        types = chunk.Masks(spans, self.narrow, vjps)
         return chunk.Masks(*(jnp.asarray(a, t) for a, t in zip(arrays, types, strict=True)))
 
     def decays(self, g_RK: jax.Array, masks: chunk.Masks) -> chunk.Decays:
@@ -120,6 +120,18 @@ class Plan:
 
     def exp2(self, x: jax.Array) -> jax.Array:
         return jnp.exp2(x) if self.interpret else _approximate("ex2", x)
+
+    def rounded(self, x: jax.Array) -> jax.Array:
+        """x in the narrow dtype, for uses as a number too: Triton's own rounding is slower then."""
+        if self.interpret or self.narrow != jnp.bfloat16:
+            return x.astype(self.narrow)
+        return plt.elementwise_inline_asm(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;",
+            args=[x],
+            constraints="=r,f,f",
+            pack=2,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)],
+        )[0]
 
     def sigmoid(self, x: jax.Array) -> jax.Array:
         denominator = 1.0 + self.exp2(-LOG2E * x)
@@ -204,13 +216,19 @@ def chunk_spec(num_heads: int, *dims: int) -> pl.BlockSpec:
     return pl.BlockSpec((None, None, *dims), lambda h, n, b: (b * num_heads + h, n, *zeros))
 
 
+class RowFactors(NamedTuple):
+    """What is known of every row once it has been prepared, all [X, N, ...], wide."""
+
+    beta: jax.Array  # [C]
+    rstd: jax.Array | None  # [2, C]: 1 / norm of the rows of q and of k
+
+
 class Rows(NamedTuple):
     """What belongs to rows of a chunk, all or half of them, and not to their channels."""
 
     rows: pl.Slice
     q_rstd_R1: jax.Array | None
     k_rstd_R1: jax.Array | None
-    beta_R1: jax.Array
     valid_R1: jax.Array | None
 
 
@@ -235,72 +253,115 @@ def valid_rows(plan: Plan, x: Tokens, rows: pl.Slice) -> jax.Array | None:
     return first + row_R1 < x.lengths[...].reshape(1, 1)
 
 
-def activate_beta(plan: Plan, beta: jax.Array, valid: jax.Array | None) -> jax.Array:
-    """Never 0, because gradients divide by it: a rounding of what beta multiplies, no more.
+def activate_beta(plan: Plan, x: Tokens, rows: Rows) -> jax.Array:
+    """[R, 1], never 0, because gradients divide by it: a rounding of what beta multiplies, no more.
 
     The write strength of an invalid row does not matter: its k and v are 0.
     """
-    beta = keep(valid, beta.astype(plan.wide))
+    beta_R1 = keep(rows.valid_R1, x.beta[rows.rows].reshape(-1, 1).astype(plan.wide))
     if plan.options.beta_is_logit:
-        beta = plan.sigmoid(beta)
-    return jnp.where(jnp.abs(beta) < SMALLEST_BETA, SMALLEST_BETA, beta)
+        beta_R1 = plan.sigmoid(beta_R1)
+    return jnp.where(jnp.abs(beta_R1) < SMALLEST_BETA, SMALLEST_BETA, beta_R1)
 
 
-def read_rows(plan: Plan, x: Tokens, rows: pl.Slice, rstd: jax.Array | None = None) -> Rows:
-    """rstd: [2, C], if it is known."""
-    valid_R1 = valid_rows(plan, x, rows)
-    beta_R1 = activate_beta(plan, x.beta[rows].reshape(-1, 1), valid_R1)
-    if not plan.options.use_qk_l2norm:
-        return Rows(rows, None, None, beta_R1, valid_R1)
-    if rstd is not None:
-        return Rows(rows, *(rstd[n, rows].reshape(-1, 1) for n in range(2)), beta_R1, valid_R1)
+def measure_rows(plan: Plan, x: Tokens, factors: RowFactors) -> jax.Array:
+    """Writes what is to be known of a chunk's rows; returns <q, k> [C] of the operands."""
+    rows = Rows(whole := pl.ds(0, plan.num_rows), None, None, valid_rows(plan, x, whole))
 
-    def squares(part: pl.Slice, sums: tuple) -> tuple:
-        tiles = (keep(valid_R1, r[rows, part].astype(plan.wide)) for r in (x.q, x.k))
+    def products(part: pl.Slice, sums: tuple) -> tuple:
+        q_CK, k_CK = (keep(rows.valid_R1, r[:, part].astype(plan.wide)) for r in (x.q, x.k))
+        pairs = (q_CK, q_CK), (k_CK, k_CK), (q_CK, k_CK)
         return tuple(
-            total_R1 + jnp.sum(tile_RK * tile_RK, axis=1, keepdims=True)
-            for total_R1, tile_RK in zip(sums, tiles, strict=True)
+            total_C + jnp.sum(a_CK * b_CK, axis=1)
+            for total_C, (a_CK, b_CK) in zip(sums, pairs, strict=True)
         )
 
-    sums = for_parts(x.q.shape[-1], PREPARE_PART, squares, (jnp.zeros_like(beta_R1),) * 2)
-    rstds = (jax.lax.rsqrt(total_R1 + L2_NORM_EPS) for total_R1 in sums)
-    return Rows(rows, *rstds, beta_R1, valid_R1)
+    zeros_C = jnp.zeros((plan.num_rows,), plan.wide)
+    qq_C, kk_C, qk_C = for_parts(x.q.shape[-1], MEASURE_PART, products, (zeros_C,) * 3)
+    own_C = plan.options.scale * qk_C
+    if factors.rstd is not None:
+        q_rstd_C, k_rstd_C = (jax.lax.rsqrt(xx_C + L2_NORM_EPS) for xx_C in (qq_C, kk_C))
+        factors.rstd[0, :], factors.rstd[1, :] = q_rstd_C, k_rstd_C
+        own_C *= q_rstd_C * k_rstd_C
+    factors.beta[...] = activate_beta(plan, x, rows).reshape(-1)
+    return own_C
+
+
+def read_rows(plan: Plan, x: Tokens, rows: pl.Slice, factors: RowFactors) -> Rows:
+    rstds = (None, None)
+    if factors.rstd is not None:
+        rstds = (factors.rstd[n, rows].reshape(-1, 1) for n in range(2))
+    return Rows(rows, *rstds, valid_rows(plan, x, rows))
+
+
+class Raw(NamedTuple):
+    """Inputs of some rows and a part of the key channels, as they come."""
+
+    q_RK: jax.Array
+    k_RK: jax.Array
+    gate_RK: jax.Array
+
+
+def read_raw(x: Tokens, rows: pl.Slice, part: pl.Slice) -> Raw:
+    return Raw(x.q[rows, part], x.k[rows, part], x.gate[rows, part])
 
 
 def read_channels(plan: Plan, x: Tokens, rows: Rows, part: pl.Slice) -> Channels:
-    q_RK, k_RK = (keep(rows.valid_R1, ref[rows.rows, part].astype(plan.wide)) for ref in (x.q, x.k))
+    return activate(plan, x, rows, part, read_raw(x, rows.rows, part))
+
+
+def activate(plan: Plan, x: Tokens, rows: Rows, part: pl.Slice, raw: Raw) -> Channels:
+    q_RK, k_RK = (keep(rows.valid_R1, x_RK.astype(plan.wide)) for x_RK in raw[:2])
     if rows.q_rstd_R1 is None:
         q_RK *= plan.options.scale
     else:
         q_RK, k_RK = q_RK * (plan.options.scale * rows.q_rstd_R1), k_RK * rows.k_rstd_R1
-    return Channels(q_RK, k_RK, keep(rows.valid_R1, read_gate(plan, x, rows, part).g_RK))
+    g_RK = made_once(log_decay(plan, x, rows, part, raw.gate_RK))
+    return Channels(q_RK, k_RK, keep(rows.valid_R1, g_RK))
 
 
-class Gate(NamedTuple):
-    g_RK: jax.Array  # log-decay, base 2
-    dg_dz_RK: jax.Array  # of the natural log-decay; z = gate + dt_bias
-    dg_da_log_RK: jax.Array
+def _gate(
+    plan: Plan, x: Tokens, rows: Rows, part: pl.Slice, gate_RK: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """z = gate + dt_bias, and exp(a_log)."""
+    z_RK = keep(rows.valid_R1, gate_RK.astype(plan.wide)) + x.dt_bias[part].reshape(1, -1)
+    return z_RK, jnp.exp(jnp.minimum(x.a_log[0], MAX_A_LOG))
 
 
-def read_gate(plan: Plan, x: Tokens, rows: Rows, part: pl.Slice) -> Gate:
-    options = plan.options
-    z_RK = keep(rows.valid_R1, x.gate[rows.rows, part].astype(plan.wide))
-    z_RK += x.dt_bias[part].reshape(1, -1)
-    rate = jnp.exp(jnp.minimum(x.a_log[0], MAX_A_LOG))
-    if options.gate_kind == "bounded":
-        open_RK = _made_once(plan.sigmoid(rate * z_RK))
-        g_RK = (options.lower_bound * LOG2E) * open_RK
-        dg_dz_RK = (options.lower_bound * rate) * (open_RK * (1.0 - open_RK))
-        return Gate(g_RK, dg_dz_RK, dg_dz_RK * z_RK)
-    if options.gate_kind == "softplus":
-        g_RK = _made_once(-rate * jax.nn.softplus(z_RK))
-        return Gate(LOG2E * g_RK, -rate * plan.sigmoid(z_RK), g_RK)
-    return Gate(LOG2E * z_RK, jnp.ones_like(z_RK), jnp.zeros_like(z_RK))
+def log_decay(plan: Plan, x: Tokens, rows: Rows, part: pl.Slice, gate_RK: jax.Array) -> jax.Array:
+    """Base 2."""
+    z_RK, rate = _gate(plan, x, rows, part, gate_RK)
+    if plan.options.gate_kind == "bounded":
+        return (plan.options.lower_bound * LOG2E) * plan.sigmoid(rate * z_RK)
+    if plan.options.gate_kind == "softplus":
+        return (-LOG2E * rate) * jax.nn.softplus(z_RK)
+    return LOG2E * z_RK
 
 
-def _made_once(x_RK: jax.Array) -> jax.Array:
-    """Keeps Triton from making x again in every layout that it is needed in, by an idle sum."""
+def log_decay_vjp(
+    plan: Plan, x: Tokens, rows: Rows, part: pl.Slice, gate_RK: jax.Array, dg_RK: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The gradient of z, and every entry's part of that of a_log; dg: of the natural log-decay."""
+    z_RK, rate = _gate(plan, x, rows, part, gate_RK)
+    if plan.options.gate_kind == "bounded":
+        open_RK = plan.sigmoid(rate * z_RK)
+        dz_RK = dg_RK * ((plan.options.lower_bound * rate) * (open_RK * (1.0 - open_RK)))
+        return dz_RK, dz_RK * z_RK
+    if plan.options.gate_kind == "softplus":
+        dz_RK = dg_RK * (-rate * plan.sigmoid(z_RK))
+        return dz_RK, dg_RK * (-rate * jax.nn.softplus(z_RK))
+    return dg_RK, jnp.zeros_like(dg_RK)
+
+
+def made_once(x_RK: jax.Array) -> jax.Array:
+    """Keeps Triton from making x, or what it meets, in every layout, by an idle sum."""
     return jnp.sum(x_RK.reshape(*x_RK.shape, 1), axis=2)
+
+
+def synchronize(plan: Plan) -> None:
+    """What other threads wrote is read next."""
+    if not plan.interpret:
+        plt.debug_barrier()
 
 
 def for_parts(dim: int, size: int, body: Callable[[pl.Slice, Carry], Carry], carry: Carry) -> Carry:

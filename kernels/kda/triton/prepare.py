@@ -7,6 +7,7 @@ Letters: B batch, T time, H value heads, K key dim, V value dim, N chunks, C chu
 half a chunk, X chains (B x H).
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -21,16 +22,19 @@ from kernels.kda.triton.plan import (
     PREPARE_PART,
     SOLVE_PART,
     Plan,
+    RowFactors,
     Rows,
+    Shapes,
     Tokens,
-    activate_beta,
     chunk_spec,
     for_parts,
     half_rows,
     keep,
+    measure_rows,
     read_channels,
     read_cuts,
     read_rows,
+    synchronize,
     together,
     token_specs,
     varying_like,
@@ -44,7 +48,6 @@ class Prepared(NamedTuple):
     q_enter: jax.Array  # q exp(G), [C, K]
     k_leave: jax.Array  # k exp(G_C - G), [C, K]
     total: jax.Array  # [K], wide
-    rstd: jax.Array | None  # [2, C], wide: 1 / norm of the rows of q and of k
 
 
 class Solved(NamedTuple):
@@ -65,47 +68,57 @@ BLOCKS = Halves((0, 0), (1, 0), (1, 1))  # the halves of rows and columns
 
 
 def _prepare_kernel(
-    plan: Plan, tokens: Tokens, out: Prepared, solved: Solved | None, scratch: jax.Array | None
+    plan: Plan,
+    tokens: Tokens,
+    out: Prepared,
+    factors: RowFactors,
+    solved: Solved,
+    scratch: jax.Array,
 ) -> None:
-    halves = tuple(read_rows(plan, tokens, half_rows(plan, half)) for half in range(2))
-    if out.rstd is not None:
-        for rows in halves:
-            for n, rstd_R1 in enumerate((rows.q_rstd_R1, rows.k_rstd_R1)):
-                out.rstd[n, rows.rows] = rstd_R1.reshape(-1)
+    tokens = _with_masks_read(tokens)
+    # By way of memory, from where every layout of them is read at once.
+    scratch[:, 0] = measure_rows(plan, tokens, factors)
+    synchronize(plan)
+    halves = tuple(read_rows(plan, tokens, half_rows(plan, n), factors) for n in range(2))
+    owns = tuple(scratch[rows.rows, 0].reshape(-1, 1) for rows in halves)
     zeros = Halves(*[jnp.zeros((plan.half, plan.half), plan.wide)] * 3)
-    if tokens.masks.pairs.shape[0] == 1:
-        # Once and not in every round of the loop, whose stores a load could depend on.
-        masks = chunk.Masks(
-            *(tuple(m[n] for n in range(m.shape[0])) for m in tokens.masks[:2]), None
-        )
-        tokens = tokens._replace(masks=masks)
+    keys = partial(_prepare_keys, plan, tokens, halves, out)
+    scores = for_parts(tokens.q.shape[-1], SOLVE_PART, keys, (zeros, zeros))
+    _solve(plan, tokens, factors, halves, owns, scores, solved, scratch)
 
-    def keys(part: pl.Slice, scores: tuple[Halves, Halves]) -> tuple[Halves, Halves]:
-        return _prepare_keys(plan, tokens, halves, part, out, None if solved is None else scores)
 
-    size = PREPARE_PART if solved is None else SOLVE_PART
-    scores = (zeros, zeros) if solved is not None else ()
-    scores = for_parts(tokens.q.shape[-1], size, keys, scores)
-    if solved is not None:
-        _solve(plan, tokens, halves, scores, solved, scratch)
+def _prepare_again_kernel(plan: Plan, tokens: Tokens, factors: RowFactors, out: Prepared) -> None:
+    tokens = _with_masks_read(tokens)
+    halves = tuple(read_rows(plan, tokens, half_rows(plan, n), factors) for n in range(2))
+    keys = partial(_prepare_keys, plan, tokens, halves, out)
+    for_parts(tokens.q.shape[-1], PREPARE_PART, keys, ())
+
+
+def _with_masks_read(tokens: Tokens) -> Tokens:
+    """Read masks once, unless many: in every round of a loop they would wait for its stores."""
+    splits, sums, _ = tokens.masks
+    if splits.shape[0] > 1:
+        return tokens
+    masks = chunk.Masks((splits[0],), (sums[0], sums[1]), None)
+    return tokens._replace(masks=masks)
 
 
 def _prepare_keys(
     plan: Plan,
     tokens: Tokens,
     halves: tuple[Rows, Rows],
-    part: pl.Slice,
     out: Prepared,
-    scores: tuple[Halves, Halves] | None,
+    part: pl.Slice,
+    scores: tuple[Halves, Halves] | tuple[()],
 ) -> tuple[Halves, Halves] | tuple[()]:
-    """Writes the factors of a part of the key channels; adds its scores (of q, of k)."""
+    """Writes the factors of a part of the key channels; adds its scores (of q, of k), if asked."""
     narrow = plan.narrow
     first, second = halves
     cuts = [read_cuts(tokens, rows.rows) for rows in halves]
 
     x = read_channels(plan, tokens, first, part)
     decays = plan.decays(x.g_RK, tokens.masks)
-    if scores is not None:
+    if scores:
         of_q, of_k = scores
         firsts = chunk.scores((of_q.first, of_k.first), x.q_RK, x.k_RK, decays, narrow, plan.dot)
     enter_RK = keep(cuts[0] and cuts[0].enters_R1, decays.from_start())
@@ -115,7 +128,7 @@ def _prepare_keys(
 
     x = read_channels(plan, tokens, second, part)
     decays = plan.decays(x.g_RK, tokens.masks)
-    if scores is not None:
+    if scores:
         seconds = chunk.scores((of_q.second, of_k.second), x.q_RK, x.k_RK, decays, narrow, plan.dot)
     total_1K = decays.total()
     out.total[part] = keep(cuts[0] and cuts[0].passes_11, first_total_1K * total_1K).reshape(-1)
@@ -127,7 +140,7 @@ def _prepare_keys(
     out.k_enter[second.rows, part] = (x.k_RK * enter_RK).astype(narrow)
     leave_RK = keep(cuts[1] and cuts[1].leaves_R1, x.k_RK * decays.to_end())
     out.k_leave[second.rows, part] = leave_RK.astype(narrow)
-    if scores is None:
+    if not scores:
         return ()
     column_RK = to_border_RK.astype(narrow)
     across_q_RR, across_k_RR = (
@@ -143,56 +156,88 @@ def _prepare_keys(
 def _solve(
     plan: Plan,
     tokens: Tokens,
+    factors: RowFactors,
     halves: tuple[Rows, Rows],
+    owns: tuple[jax.Array, jax.Array],
     scores: tuple[Halves, Halves],
     solved: Solved,
     scratch: jax.Array,
 ) -> None:
-    masks = [together(tokens, *(halves[half].rows for half in block)) for block in BLOCKS]
-    p, of_k = (Halves(*map(keep, masks, of)) for of in scores)
-    lower = (halves[row].beta_R1 * x for (row, _), x in zip(BLOCKS, of_k, strict=True))
-    inverse = unit_lower_inverse(plan, Halves(*lower), scratch)
-    zeros = jnp.zeros((plan.half, plan.half), plan.narrow)
-    for out in solved:
-        out[halves[0].rows, halves[1].rows] = zeros
-    for (row, column), p_RR, inverse_RR in zip(BLOCKS, p, inverse, strict=True):
-        rows, columns = halves[row].rows, halves[column].rows
-        valid_R1 = halves[column].valid_R1
-        valid_1R = None if valid_R1 is None else valid_R1.reshape(1, -1)
-        beta_1R = activate_beta(plan, tokens.beta[columns].reshape(1, -1), valid_1R)
-        solved.p[rows, columns] = p_RR.astype(plan.narrow)
-        solved.solve[rows, columns] = (inverse_RR * beta_1R).astype(plan.narrow)
-
-
-def prepare(plan: Plan, tokens: Tokens, *, solves: bool) -> tuple[Prepared, Solved | None]:
-    """Everything about the chunks that does not need the state; on request the scores as well."""
-    batch, num_tokens, num_heads, _ = tokens.v.shape
-    key_dim, rows = tokens.q.shape[-1], plan.num_rows
-    num_chunks, chains = num_tokens // rows, batch * num_heads
-    spec = partial(chunk_spec, num_heads)
-
-    def shape(*dims: int, dtype: jnp.dtype = plan.narrow) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((chains, num_chunks, *dims), dtype)
-
-    keys, square = shape(rows, key_dim), shape(rows, rows)
-    shapes = (
-        Prepared(
-            k_enter=keys,
-            q_enter=keys,
-            k_leave=keys,
-            total=shape(key_dim, dtype=plan.wide),
-            rstd=shape(2, rows, dtype=plan.wide) if plan.options.use_qk_l2norm else None,
-        ),
-        Solved(square, square) if solves else None,
-        shape(rows, plan.half, dtype=plan.wide) if solves else None,
+    of_q, of_k = scores
+    first, second = (
+        chunk.cut(of_q[n], of_k[n], own_R1) for n, own_R1 in zip((0, 2), owns, strict=True)
     )
+    same = [together(tokens, *(halves[half].rows for half in block)) for block in BLOCKS]
+    p, of_k = (
+        Halves(*map(keep, same, (first[n], of.across, second[n]))) for n, of in enumerate(scores)
+    )
+    betas = [factors.beta[rows.rows] for rows in halves]
+    lower = Halves(
+        *(betas[row].reshape(-1, 1) * x for (row, _), x in zip(BLOCKS, of_k, strict=True))
+    )
+    inverse = unit_lower_inverse(plan, lower, scratch)
+    solve = (
+        x * betas[column].reshape(1, -1) for (_, column), x in zip(BLOCKS, inverse, strict=True)
+    )
+    zeros = jnp.zeros((plan.half, plan.half), plan.narrow)
+    for out, blocks in zip(solved, (p, solve), strict=True):
+        out[halves[0].rows, halves[1].rows] = zeros
+        for (row, column), x_RR in zip(BLOCKS, blocks, strict=True):
+            out[halves[row].rows, halves[column].rows] = x_RR.astype(plan.narrow)
+
+
+def prepare(plan: Plan, tokens: Tokens) -> tuple[Prepared, RowFactors, Solved]:
+    """Everything about the chunks that does not need the state."""
+    rows, chunks = plan.num_rows, _chunks(plan, tokens)
+
+    def shape(*dims: int, dtype: jnp.dtype = plan.wide) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((*chunks, *dims), dtype)
+
+    of_rows, square = shape(rows), shape(rows, rows, dtype=plan.narrow)
+    out_shape = (
+        _prepared_shape(plan, tokens),
+        RowFactors(of_rows, shape(2, rows) if plan.options.use_qk_l2norm else None),
+        Solved(square, square),
+        shape(rows, plan.half),
+    )
+    return _call(plan, tokens, (), _prepare_kernel, out_shape, "kda_prepare")[:3]
+
+
+def prepare_again(plan: Plan, tokens: Tokens, factors: RowFactors) -> Prepared:
+    """What `prepare` says first, if the rest was kept."""
+    out_shape = (_prepared_shape(plan, tokens),)
+    kernel = _prepare_again_kernel
+    return _call(plan, tokens, (factors,), kernel, out_shape, "kda_prepare_again")[0]
+
+
+def _chunks(plan: Plan, tokens: Tokens) -> tuple[int, int]:
+    batch, num_tokens, num_heads, _ = tokens.v.shape
+    return batch * num_heads, num_tokens // plan.num_rows
+
+
+def _prepared_shape(plan: Plan, tokens: Tokens) -> Prepared:
+    key_dim, chunks = tokens.q.shape[-1], _chunks(plan, tokens)
+    keys = jax.ShapeDtypeStruct((*chunks, plan.num_rows, key_dim), plan.narrow)
+    return Prepared(keys, keys, keys, jax.ShapeDtypeStruct((*chunks, key_dim), plan.wide))
+
+
+def _call(
+    plan: Plan, tokens: Tokens, x: tuple, kernel: Callable[..., None], out_shape: Shapes, name: str
+) -> Shapes:
+    """One program for every chunk of a chain."""
+    batch, _, num_heads, _ = tokens.v.shape
+    num_chunks = _chunks(plan, tokens)[1]
+
+    def spec(x: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
+        return chunk_spec(num_heads, *x.shape[2:])
+
     return pl.pallas_call(
-        partial(_prepare_kernel, plan),
+        partial(kernel, plan),
         grid=(num_heads, num_chunks, batch),
-        in_specs=(token_specs(plan, tokens),),
-        out_specs=jax.tree.map(lambda x: spec(*x.shape[2:]), shapes),
-        out_shape=varying_like(tokens.q, shapes),
+        in_specs=(token_specs(plan, tokens), *jax.tree.map(spec, x)),
+        out_specs=jax.tree.map(spec, out_shape),
+        out_shape=varying_like(tokens.q, out_shape),
         compiler_params=plt.CompilerParams(num_warps=2, num_stages=3),
         interpret=plan.interpret,
-        name="kda_prepare" if solves else "kda_prepare_again",
-    )(tokens)[:2]
+        name=name,
+    )(tokens, *x)

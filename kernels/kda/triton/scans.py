@@ -54,13 +54,13 @@ class Scanned(NamedTuple):
     state: jax.Array  # [X, P, K, V]: after the pieces
     o: jax.Array | None  # [B, N, C, H, V]
     states: jax.Array | None  # [X, N, V, K]: entering the chunks
-    v_new: jax.Array | None  # [X, N, V, C]
+    missing: jax.Array | None  # [X, N, V, C]: v - k_enter S
 
 
 class Reversed(NamedTuple):
     d_state: jax.Array  # [X, P, K, V]: gradient of the states entering the pieces
     d_leaving: jax.Array | None  # [X, N, V, K]: of the states leaving the chunks
-    dv: jax.Array | None  # [B, N, C, H, V]
+    dv_new: jax.Array | None  # [X, N, V, C]
 
 
 class Share(NamedTuple):
@@ -113,9 +113,9 @@ def _scan_kernel(
         else:
             v_CV = _read_values(plan, x, share, n)
             missing_VC = (v_CV.T.astype(plan.wide) - seen_VC).astype(narrow)
+        if out.missing is not None:
+            out.missing[chain, n, values, :] = missing_VC
         v_new_VC = plan.dot(missing_VC, solved.solve[chain, n], b_rows=True).astype(narrow)
-        if out.v_new is not None:
-            out.v_new[chain, n, values, :] = v_new_VC
         if out.o is not None:
             o_VC = plan.dot(state_narrow_VK, prepared.q_enter[chain, n], b_rows=True)
             o_VC += plan.dot(v_new_VC, solved.p[chain, n], b_rows=True)
@@ -130,7 +130,7 @@ def _reverse_kernel(
 ) -> None:
     prepared, solved, narrow = x.prepared, x.solved, plan.narrow
     share = _share(span, num_heads, d_state_in.shape[-1], prepared.total.shape[1])
-    values, chain, row, head, start, count = share
+    values, chain, _, _, start, count = share
 
     def step(i: jax.Array, d_state_VK: jax.Array) -> jax.Array:
         n = start + count - 1 - i
@@ -142,9 +142,10 @@ def _reverse_kernel(
         do_CV = _read_values(plan, x, share, n).astype(narrow)
         dv_new_VC = plan.dot(do_CV, solved.p[chain, n], a_columns=True)
         dv_new_VC += plan.dot(d_narrow_VK, prepared.k_leave[chain, n], b_rows=True)
-        dv_VC = plan.dot(dv_new_VC.astype(narrow), solved.solve[chain, n]).astype(narrow)
-        if out.dv is not None:
-            out.dv[row, n, :, head, values] = dv_VC.T
+        dv_new_VC = dv_new_VC.astype(narrow)
+        if out.dv_new is not None:
+            out.dv_new[chain, n, values, :] = dv_new_VC
+        dv_VC = plan.dot(dv_new_VC, solved.solve[chain, n]).astype(narrow)
         d_state_VK = total_1K * d_state_VK
         d_state_VK += plan.dot(do_CV, prepared.q_enter[chain, n], a_columns=True)
         return d_state_VK - plan.dot(dv_VC, prepared.k_enter[chain, n])
@@ -198,7 +199,7 @@ def scan(
     *,
     o: jnp.dtype | None = None,
     keep_states: jnp.dtype | None = None,
-    keep_v_new: bool = False,
+    keep_missing: bool = False,
 ) -> Scanned:
     """Carries the states over the pieces' chunks. o: the output's dtype, to get it."""
     value_dim, key_dim = states_XPKV.shape[3], states_XPKV.shape[2]
@@ -211,7 +212,7 @@ def scan(
         state=shape(plan.wide, *states_XPKV.shape),
         o=None if o is None else shape(o, *x.values.shape),
         states=shape(keep_states, *chunks, value_dim, key_dim),
-        v_new=shape(plan.narrow if keep_v_new else None, *chunks, value_dim, plan.num_rows),
+        missing=shape(plan.narrow if keep_missing else None, *chunks, value_dim, plan.num_rows),
     )
     return _call(plan, span, num_heads, _scan_kernel, x, states_XPKV, out_shape, "kda_scan")
 
@@ -232,7 +233,7 @@ def reverse(
     if keep_gradients:
         out_shape = out_shape._replace(
             d_leaving=jax.ShapeDtypeStruct((*chunks, value_dim, key_dim), plan.narrow),
-            dv=jax.ShapeDtypeStruct(x.values.shape, plan.narrow),
+            dv_new=jax.ShapeDtypeStruct((*chunks, value_dim, plan.num_rows), plan.narrow),
         )
     return _call(plan, span, num_heads, _reverse_kernel, x, d_states_XPKV, out_shape, "kda_reverse")
 
