@@ -6,13 +6,17 @@ worst. Cases share programs (shape, options, dtype) where they can, since on a G
 for long. Without an accelerator it all runs on the CPU, over fewer tokens.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels.kda import kda
 from tests.kernels.kda_cases import (
     PER_TOKEN,
+    as_arrays,
     cotangents,
     decode,
     evaluate,
@@ -320,3 +324,48 @@ def test_decode_leaves_what_is_not_active(check_equal, dtype):
     kept = {name: x[1] for name, x in some.items()}
     others = [{name: x[active] for name, x in results.items()} for results in (some, every)]
     check_equal("decode_active", [("row 1", kept, still), ("others", *others)])
+
+
+def test_what_is_kept_changes_rounding_only(check, dtype):
+    inputs, cotangent = on_grid(random_inputs(*SHARED), dtype)
+    want = evaluate(None, inputs, dtype, cotangent)
+    bounds = dict.fromkeys(OUTPUTS, 4e-3 if dtype == jnp.bfloat16 else 1e-5)
+    for residuals in ("full", "lean"):
+        got = evaluate(None, inputs, dtype, cotangent, residuals=residuals)
+        check("residuals", got, want, bounds)
+
+
+def test_states_between_blocks_are_those_of_the_prefixes(check_equal, dtype):
+    inputs = as_arrays(rounded(random_inputs(*SHARED), dtype), dtype)
+    every = 64
+    _, _, states_BNHKV = jax.jit(partial(kda, states_every=every))(**inputs)
+
+    def pairs():
+        for n in (1, tokens(7, 2)):
+            prefix = {k: x[:, : n * every] if k in PER_TOKEN else x for k, x in inputs.items()}
+            want = jax.jit(kda)(**prefix)[1]
+            got, want = ({"final_state": np.asarray(x)} for x in (states_BNHKV[:, n], want))
+            yield n, got, want
+
+    check_equal("states", pairs())
+
+
+def test_layers_in_a_scan_and_under_remat(check, dtype):
+    """Two layers on each other's output, their inputs shared."""
+    inputs = as_arrays(rounded(random_inputs(*STRESS), dtype), dtype)
+    of_layer = {name: inputs.pop(name) for name in ("q", "k", "v", "gate")}
+    do = jnp.asarray(cotangents(random_inputs(*STRESS))[0], dtype)
+
+    def gradients(wrap, run):
+        def loss(x):
+            layer = wrap(lambda v: kda(**inputs, **x | {"v": v})[0])
+            return jnp.sum((do * run(layer, x["v"])).astype(jnp.float32))
+
+        return {f"d{n}": np.asarray(g) for n, g in jax.jit(jax.grad(loss))(of_layer).items()}
+
+    def scanned(layer, v):
+        return jax.lax.scan(lambda v, _: (layer(v), None), v, length=2)[0]
+
+    want = gradients(lambda layer: layer, lambda layer, v: layer(layer(v)))
+    bounds = dict.fromkeys(OUTPUTS, 4e-3 if dtype == jnp.bfloat16 else 1e-5)
+    check("remat", gradients(jax.checkpoint, scanned), want, bounds)
