@@ -33,10 +33,10 @@ def with_gradients(forward: Callable[..., jax.Array]) -> Callable[..., tuple]:
     return run
 
 
-def ours(implementation: str, gate_kind: str = "bounded") -> Callable[..., jax.Array]:
+def ours(implementation: str, **options: str) -> Callable[..., jax.Array]:
     def forward(*arrays: jax.Array) -> jax.Array:
-        options = {"gate_kind": gate_kind, "implementation": implementation}
-        return kda(**dict(zip(NAMES, arrays, strict=True)), **options)[0]
+        inputs = dict(zip(NAMES, arrays, strict=True))
+        return kda(**inputs, **options, implementation=implementation)[0]
 
     return forward
 
@@ -57,8 +57,12 @@ def jax_step(forward: Callable[..., jax.Array], arrays: list[jax.Array], backwar
 
 
 def makers() -> dict[str, Callable[..., jax.Array]]:
-    softplus = ours("pallas_triton", "softplus")
-    return {"ours": ours("pallas_triton"), "ours, softplus": softplus, "jla": jla_forward}
+    return {
+        "ours": ours("pallas_triton"),
+        "ours, full": ours("pallas_triton", residuals="full"),
+        "ours, softplus": ours("pallas_triton", gate_kind="softplus"),
+        "jla": jla_forward,
+    }
 
 
 def fla_step(arrays: list[jax.Array], backward: bool, graph: bool = True) -> Step:

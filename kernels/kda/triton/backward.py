@@ -130,10 +130,15 @@ def solve_vjp(plan: Plan, tokens: Tokens, x: ValueSide) -> Solve:
         ),
         out_specs=(Solve(*(d and spec(*d) for d in dims))._replace(dv=values),),
         out_shape=varying_like(tokens.q, (shapes,)),
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=3),
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=_stages(plan)),
         interpret=plan.interpret,
         name="kda_solve_vjp",
     )(tokens, x)[0]
+
+
+def _stages(plan: Plan) -> int:
+    """Parts of the value channels in flight: what is wide fills shared memory alone."""
+    return 3 if plan.narrow.itemsize == 2 else 1
 
 
 class Chain(NamedTuple):
@@ -291,9 +296,7 @@ def grads(plan: Plan, tokens: Tokens, chain: Chain) -> Gradients:
                 ),
             ),
         ),
-        compiler_params=plt.CompilerParams(
-            num_warps=4, num_stages=3 if plan.narrow.itemsize == 2 else 1
-        ),
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=_stages(plan)),
         interpret=plan.interpret,
         name="kda_grads",
     )(tokens, chain)[0]

@@ -161,6 +161,8 @@ def _call(
     x: Stream,
     states_XPKV: jax.Array,
     out_shape: Scanned | Reversed,
+    reads: tuple[int, int],
+    kept_bytes: int,
     name: str,
 ) -> Scanned | Reversed:
     """One program for every piece of a chain and some of the value channels."""
@@ -175,18 +177,23 @@ def _call(
         out_specs=(type(out_shape)(of_piece, *(out and whole for out in out_shape[1:])),),
         out_shape=varying_like(states_XPKV, (out_shape,)),
         compiler_params=plt.CompilerParams(
-            num_warps=8 if values == 128 else 4, num_stages=_stages(plan, key_dim, values)
+            num_warps=8 if values == 128 else 4,
+            num_stages=_stages(plan, key_dim, values, reads, kept_bytes),
         ),
         interpret=plan.interpret,
         name=name,
     )(x, states_XPKV)[0]
 
 
-def _stages(plan: Plan, key_dim: int, values: int) -> int:
-    """As many chunks in flight as shared memory holds (227 KiB on Hopper), at most 3."""
-    rows = plan.num_rows
-    of_chunk = rows * (3 * key_dim + 2 * rows + values) * plan.narrow.itemsize
-    scratch = rows * values * plan.narrow.itemsize
+def _stages(plan: Plan, key_dim: int, values: int, reads: tuple[int, int], kept_bytes: int) -> int:
+    """As many chunks in flight as shared memory holds (227 KiB on Hopper), at most 3.
+
+    reads: how many arrays [C, K] and [C, C] a chunk brings; kept_bytes: of an entry of the states
+    that leave, if they do.
+    """
+    rows, narrow = plan.num_rows, plan.narrow.itemsize
+    of_chunk = rows * (reads[0] * key_dim + reads[1] * rows + values) * narrow
+    scratch = max(rows * narrow, key_dim * kept_bytes) * values
     return max(1, min(3, (227 * 1024 - scratch) // of_chunk))
 
 
@@ -214,7 +221,20 @@ def scan(
         states=shape(keep_states, *chunks, value_dim, key_dim),
         missing=shape(plan.narrow if keep_missing else None, *chunks, value_dim, plan.num_rows),
     )
-    return _call(plan, span, num_heads, _scan_kernel, x, states_XPKV, out_shape, "kda_scan")
+    reads = (2, 1) if o is None else (3, 2)
+    kept_bytes = 0 if keep_states is None else jnp.dtype(keep_states).itemsize
+    return _call(
+        plan,
+        span,
+        num_heads,
+        _scan_kernel,
+        x,
+        states_XPKV,
+        out_shape,
+        reads,
+        kept_bytes,
+        "kda_scan",
+    )
 
 
 def reverse(
@@ -235,7 +255,19 @@ def reverse(
             d_leaving=jax.ShapeDtypeStruct((*chunks, value_dim, key_dim), plan.narrow),
             dv_new=jax.ShapeDtypeStruct((*chunks, value_dim, plan.num_rows), plan.narrow),
         )
-    return _call(plan, span, num_heads, _reverse_kernel, x, d_states_XPKV, out_shape, "kda_reverse")
+    kept_bytes = plan.narrow.itemsize if keep_gradients else 0
+    return _call(
+        plan,
+        span,
+        num_heads,
+        _reverse_kernel,
+        x,
+        d_states_XPKV,
+        out_shape,
+        (3, 2),
+        kept_bytes,
+        "kda_reverse",
+    )
 
 
 def piece_chunks(num_splits: int | None, chains: int, num_chunks: int) -> int:
