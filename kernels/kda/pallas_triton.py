@@ -5,14 +5,15 @@ Forward, two kernels:
            and the operands that the state meets: k exp(G), q exp(G), k exp(G_C - G).
   scan     per tile of V, chunk after chunk: v_new = T (v - k exp(G) S), o, S'.
 Backward, five launches:
-  prepare    again, without P and T, which were kept.
-  scan       again, for the entering states and v_new.
-  reverse    per tile of V, last chunk first: dv and the gradients of the leaving states.
-  solve_vjp  per chunk: what needs the value channels only, dbeta among it.
+  prepare    again, without the norms, P and T, which were kept.
+  scan       again, for the entering states and what T solves for.
+  reverse    per tile of V, last chunk first: the gradients of v_new and of the leaving states.
+  solve_vjp  per chunk: what needs the value channels only, dv and dbeta among it.
   grads      per chunk and part of K: dq, dk and dgate, down to the raw inputs.
 Where chains are few, pieces of a sequence are scanned side by side (scans.py): one or two scans
-more forward, one more reverse. Kept for the backward: the inputs, o, P, T, and the states and maps
-of the pieces; or, lean, the inputs alone, and then the forward kernels run once more.
+more forward, one more reverse. Kept for the backward: the inputs, norms, o, P, T, and the states
+and maps of the pieces; "full", also what makes the first two launches needless; "lean", the inputs
+alone, and then the forward kernels run once more instead.
 
 Off the GPU the kernels run in interpret mode, which also takes float64.
 

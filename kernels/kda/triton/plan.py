@@ -266,7 +266,8 @@ def activate_beta(plan: Plan, x: Tokens, rows: Rows) -> jax.Array:
 
 def measure_rows(plan: Plan, x: Tokens, factors: RowFactors) -> jax.Array:
     """Writes what is to be known of a chunk's rows; returns <q, k> [C] of the operands."""
-    rows = Rows(whole := pl.ds(0, plan.num_rows), None, None, valid_rows(plan, x, whole))
+    whole = pl.ds(0, plan.num_rows)
+    rows = Rows(whole, None, None, valid_rows(plan, x, whole))
 
     def products(part: pl.Slice, sums: tuple) -> tuple:
         q_CK, k_CK = (keep(rows.valid_R1, r[:, part].astype(plan.wide)) for r in (x.q, x.k))
