@@ -1,13 +1,16 @@
 """What only the Triton kernels promise: that they lower for a GPU, and what they are made of."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
 
-from kernels.kda import chunk, pallas_triton
+from kernels.kda import chunk, kda, pallas_triton
 from kernels.kda.operands import KdaInputs, KdaOptions
 from kernels.kda.triton import scans
 from kernels.kda.triton.inverse import unit_lower_inverse
@@ -75,23 +78,60 @@ def lower_for_cuda(
     return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-def on_abstract_gpu(function):
-    """From jax 0.11 on, Triton lowering asks for a device; an abstract one will do."""
-    if jax.__version_info__ < (0, 11):
-        return function()
-    from jax.sharding import AbstractDevice
+@pytest.fixture
+def short_pieces(monkeypatch):
+    monkeypatch.setattr(scans, "PIECE_UNIT", 1)
 
-    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
-    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
-        return function()
+
+def abstract_gpus(**axes):
+    """A mesh with nothing behind it. From jax 0.11 on, Triton lowering asks it for the device."""
+    options = {}
+    if jax.__version_info__ >= (0, 11):
+        from jax.sharding import AbstractDevice
+
+        device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
+        options = {"abstract_device": device}
+    types = (AxisType.Auto,) * len(axes)
+    return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=types, **options)
+
+
+def assert_kernels(text, kernels=KERNELS):
+    for kernel in kernels:
+        assert f'name = "kda_{kernel}"' in text, kernel
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("case", CASES)
 def test_every_kernel_lowers_for_cuda(case):
-    text = on_abstract_gpu(lambda: lower_for_cuda(**CASES[case]))
-    for kernel in KERNELS:
-        assert f'name = "kda_{kernel}"' in text, kernel
+    with jax.sharding.use_abstract_mesh(abstract_gpus(x=1)):
+        assert_kernels(lower_for_cuda(**CASES[case]))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("residuals", ["default", "lean", "full"])
+def test_every_kernel_lowers_for_cuda_inside_shard_map(monkeypatch, short_pieces, residuals):
+    """The types that shard_map checks fit, those of pieces included."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    mesh = abstract_gpus(data=2, heads=2)
+    inputs = {
+        name: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16 if x.ndim > 2 else jnp.float32)
+        for name, x in random_inputs(2, 320, 2, 2, 64, 64).items()
+    }
+    inputs["initial_state"] = inputs["initial_state"].update(dtype=jnp.float32)
+    specs = {name: P("data", None, "heads") for name in ("q", "k", "v", "gate", "beta")}
+    specs |= {"a_log": P("heads"), "dt_bias": P("heads"), "initial_state": P("data", "heads")}
+    call = partial(kda, implementation="pallas_triton", num_splits=3, residuals=residuals)
+    out_specs = P("data", None, "heads"), P("data", "heads")
+    sharded = jax.shard_map(
+        lambda inputs: call(**inputs), mesh=mesh, in_specs=(specs,), out_specs=out_specs
+    )
+
+    def loss(inputs):
+        return sum(jnp.sum(jnp.square(x)) for x in sharded(inputs))
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        text = jax.jit(jax.grad(loss)).trace(inputs).lower(lowering_platforms=("cuda",)).as_text()
+    assert_kernels(text, set(KERNELS) - ({"prepare_again"} if residuals != "default" else set()))
 
 
 @pytest.mark.parametrize("num_rows, log_tile", [(64, 0), (64, 4), (32, 0), (32, 4), (32, 5)])
@@ -130,11 +170,6 @@ def remembering(num_tokens):
     """Decays so slow that states cross from piece to piece."""
     inputs = random_inputs(1, num_tokens, 1, 2, 16, 16)
     return inputs | {"gate": inputs["gate"] - 6}
-
-
-@pytest.fixture
-def short_pieces(monkeypatch):
-    monkeypatch.setattr(scans, "PIECE_UNIT", 1)
 
 
 @pytest.mark.parametrize(

@@ -14,16 +14,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec as P
 from kernels.kda import kda
+from kernels.kda.triton import scans
 from tests.kernels.kda_cases import random_inputs
 
-inputs = random_inputs(2, 20, 2, 2, 16, 8) | {"segment_ids": np.arange(40).reshape(2, 20) // 7}
+scans.PIECE_UNIT = 1
+T = 20 if not OPTIONS else 70  # three chunks of 32: pieces of 2 and 1
+segment_ids = np.arange(2 * T).reshape(2, T) // 7
+inputs = random_inputs(2, T, 2, 2, 16, 8) | {"segment_ids": segment_ids}
 inputs = {name: jnp.asarray(x, jnp.float32) for name, x in inputs.items()}
 segment_ids = inputs.pop("segment_ids").astype(jnp.int32)
 specs = {name: P("data", None, "heads") for name in ("q", "k", "v", "gate", "beta")}
 specs |= {"a_log": P("heads"), "dt_bias": P("heads"), "initial_state": P("data", "heads")}
 
 def call(inputs, segment_ids):
-    return kda(**inputs, segment_ids=segment_ids, chunk_size=16, implementation=IMPLEMENTATION)
+    options = {"chunk_size": 16, "implementation": IMPLEMENTATION} | OPTIONS
+    return kda(**inputs, segment_ids=segment_ids, **options)
 
 mesh = jax.make_mesh((2, 2), ("data", "heads"), axis_types=(AxisType.Auto,) * 2)
 out_specs = (P("data", None, "heads"), P("data", "heads"))
@@ -47,10 +52,18 @@ for name in want:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_shard_map_over_rows_and_heads(implementation):
+@pytest.mark.parametrize(
+    "implementation, options",
+    [
+        *((name, {}) for name in IMPLEMENTATIONS),
+        ("pallas_triton", {"num_splits": 2, "residuals": "lean"}),
+        ("pallas_triton", {"num_splits": 2, "residuals": "full"}),
+    ],
+)
+def test_shard_map_over_rows_and_heads(implementation, options):
+    settings = f"IMPLEMENTATION, OPTIONS = {implementation!r}, {options!r}\n"
     subprocess.run(
-        [sys.executable, "-c", f"IMPLEMENTATION = {implementation!r}\n{PROGRAM}"],
+        [sys.executable, "-c", settings + PROGRAM],
         env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
         check=True,
     )
