@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from kernels.kda import chunk
 from kernels.kda.operands import KdaInputs, KdaOptions, valid_tokens
 from kernels.kda.triton.backward import Chain, ValueSide, grads, solve_vjp
-from kernels.kda.triton.plan import Plan, RowFactors, Tokens
+from kernels.kda.triton.plan import Plan
 from kernels.kda.triton.prepare import Prepared, Solved, prepare, prepare_again
 from kernels.kda.triton.scans import (
     Pieces,
@@ -43,6 +43,7 @@ from kernels.kda.triton.scans import (
     reverse,
     scan,
 )
+from kernels.kda.triton.tokens import RowFactors, Tokens
 from kernels.numerics import vary_together
 
 

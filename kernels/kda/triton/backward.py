@@ -15,24 +15,26 @@ from jax.experimental.pallas import triton as plt
 from kernels.kda import chunk
 from kernels.kda.triton.plan import (
     Plan,
+    chunk_spec,
+    for_parts,
+    head_spec,
+    keep,
+    made_once,
+    varying_like,
+)
+from kernels.kda.triton.tokens import (
     Raw,
     RowFactors,
     Rows,
     Tokens,
     activate,
-    chunk_spec,
-    for_parts,
-    head_spec,
-    keep,
     log_decay_vjp,
-    made_once,
     read_cuts,
     read_raw,
     read_rows,
     together,
     token_specs,
     valid_rows,
-    varying_like,
 )
 
 # Channels of which a program holds tiles at a time: more, and registers spill; fewer, and more is

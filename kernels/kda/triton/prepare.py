@@ -22,22 +22,24 @@ from kernels.kda.triton.plan import (
     PREPARE_PART,
     SOLVE_PART,
     Plan,
-    RowFactors,
-    Rows,
     Shapes,
-    Tokens,
     chunk_spec,
     for_parts,
     half_rows,
     keep,
+    synchronize,
+    varying_like,
+)
+from kernels.kda.triton.tokens import (
+    RowFactors,
+    Rows,
+    Tokens,
     measure_rows,
     read_channels,
     read_cuts,
     read_rows,
-    synchronize,
     together,
     token_specs,
-    varying_like,
 )
 
 
