@@ -22,6 +22,7 @@ Letters: B batch, T time, H value heads, K key dim, V value dim, N chunks, C chu
 """
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -29,7 +30,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels.kda import chunk
-from kernels.kda.operands import KdaInputs, KdaOptions, valid_tokens
+from kernels.kda.operands import KdaInputs, KdaOptions
 from kernels.kda.triton.backward import Chain, ValueSide, grads, solve_vjp
 from kernels.kda.triton.plan import Plan
 from kernels.kda.triton.prepare import Prepared, Solved, prepare, prepare_again
@@ -187,18 +188,13 @@ def _chains(x_BHKV: jax.Array) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _kda(plan: Plan, inputs: KdaInputs) -> tuple[jax.Array, jax.Array]:
-    return _run(plan, inputs)[0]
+    return _run(plan, inputs, None)[0]
 
 
 def _stream(
-    plan: Plan,
-    inputs: KdaInputs,
-    prepared: Prepared,
-    solved: Solved,
-    values_BTHV: jax.Array,
+    plan: Plan, inputs: KdaInputs, prepared: Prepared, solved: Solved, values_BTHV: jax.Array
 ) -> Stream:
-    values = _chunked(plan, values_BTHV)
-    return Stream(prepared, solved, values, inputs.lengths_B)
+    return Stream(prepared, solved, _chunked(plan, values_BTHV), inputs.lengths_B)
 
 
 class Kept(NamedTuple):
@@ -214,32 +210,49 @@ class Kept(NamedTuple):
     missing_XNVC: jax.Array | None
 
 
-def _run(plan: Plan, inputs: KdaInputs, keep_states: jnp.dtype | None = None) -> tuple:
+def _once(function: Callable[..., tuple]) -> Callable[..., tuple]:
+    """function(plan, x, ...), with a clear word to whoever differentiates it."""
+
+    def refuse(*_: object) -> tuple:
+        raise NotImplementedError(
+            "kda in implementation 'pallas_triton' can be differentiated once, and by reverse "
+            "mode: use implementation='xla' for more"
+        )
+
+    refusing = jax.custom_jvp(function, nondiff_argnums=(0, 2))
+    refusing.defjvp(refuse)
+    return refusing
+
+
+@_once
+def _run(plan: Plan, inputs: KdaInputs, keep_states: jnp.dtype | None) -> tuple:
     """Outputs, and what can be kept, states entering the chunks included on request."""
     prepared, factors, solved = prepare(plan, _tokens(plan, inputs, plan.half))
     v_BTHV, state_BHKV = inputs.v_BTHV, inputs.initial_state_BHKV
     x = _stream(plan, inputs, prepared, solved, v_BTHV)
     num_heads, chunks = v_BTHV.shape[2], _piece_chunks(plan, inputs)
     pieces = entering_states(plan, chunks, num_heads, x, _chains(state_BHKV))
+    # The backward reads o too, and rounds no more than its own products do.
+    o_dtype = v_BTHV.dtype if plan.narrow == jnp.bfloat16 else plan.wide
     scanned = scan(
         plan,
         Span(chunks, 0),
         num_heads,
         x,
         pieces.states,
-        o=v_BTHV.dtype,
+        o=o_dtype,
         keep_states=keep_states,
         keep_missing=keep_states is not None,
     )
     o_BTHV = scanned.o.reshape(v_BTHV.shape)
     state_BHKV = scanned.state[:, -1].reshape(state_BHKV.shape)
     kept = Kept(inputs, factors, solved, pieces, o_BTHV, prepared, scanned.states, scanned.missing)
-    return (o_BTHV, state_BHKV), kept
+    return (o_BTHV.astype(v_BTHV.dtype), state_BHKV), kept
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _kda_states(plan: Plan, inputs: KdaInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
-    (o_BTHV, state_BHKV), kept = _run(plan, inputs, keep_states=plan.wide)
+    (o_BTHV, state_BHKV), kept = _run(plan, inputs, plan.wide)
     return o_BTHV, state_BHKV, kept.states_XNVK
 
 
@@ -255,8 +268,8 @@ _kda_states.defvjp(_no_gradient, _no_gradient)
 
 def _forward(plan: Plan, inputs: KdaInputs) -> tuple:
     if plan.options.residuals == "full":
-        return _run(plan, inputs, keep_states=plan.narrow)
-    outputs, kept = _run(plan, inputs)
+        return _run(plan, inputs, plan.narrow)
+    outputs, kept = _run(plan, inputs, None)
     return outputs, inputs if plan.options.residuals == "lean" else kept._replace(prepared=None)
 
 
@@ -264,7 +277,7 @@ def _backward(plan: Plan, kept: Kept | KdaInputs, cotangents: tuple) -> tuple:
     if plan.options.residuals == "lean":
         # Behind the cotangents, or XLA would find the forward pass's results and keep them.
         inputs, cotangents = jax.lax.optimization_barrier((kept, cotangents))
-        _, kept = _run(plan, inputs, keep_states=plan.narrow)
+        _, kept = _run(plan, inputs, plan.narrow)
     inputs, factors, solved, pieces, o_BTHV, prepared, states_XNVK, missing_XNVC = kept
     do_BTHV, d_state_BHKV = cotangents
     plan = dataclasses.replace(plan, most_log_tile=4)  # nothing bounds a cotangent
@@ -292,6 +305,7 @@ def _backward(plan: Plan, kept: Kept | KdaInputs, cotangents: tuple) -> tuple:
     )
     d = grads(plan, tokens, chain)
     batch, num_heads = d_state_BHKV.shape[:2]
+    dbeta_BHT = solve.dbeta.reshape(batch, num_heads, -1)
     params_BHN2K = d.gate_params.reshape(batch, num_heads, *d.gate_params.shape[1:])
     params_H2K = jnp.sum(params_BHN2K, axis=(0, 2))
     d_inputs = KdaInputs(
@@ -299,7 +313,7 @@ def _backward(plan: Plan, kept: Kept | KdaInputs, cotangents: tuple) -> tuple:
         k_BTQK=_sum_group(plan, d.k).astype(inputs.k_BTQK.dtype),
         v_BTHV=solve.dv.astype(inputs.v_BTHV.dtype),
         gate_BTHK=d.gate,
-        beta_BTH=_beta_vjp(inputs, solve.dbeta),
+        beta_BTH=dbeta_BHT.swapaxes(1, 2).astype(inputs.beta_BTH.dtype),
         a_log_H=None if inputs.a_log_H is None else jnp.sum(params_H2K[:, 1], axis=-1),
         dt_bias_HK=None if inputs.dt_bias_HK is None else params_H2K[:, 0],
         initial_state_BHKV=reversed_.d_state[:, 0].reshape(d_state_BHKV.shape),
@@ -307,16 +321,6 @@ def _backward(plan: Plan, kept: Kept | KdaInputs, cotangents: tuple) -> tuple:
         lengths_B=None,
     )
     return (d_inputs,)
-
-
-def _beta_vjp(inputs: KdaInputs, dbeta_XNC: jax.Array) -> jax.Array:
-    beta_BTH = inputs.beta_BTH
-    batch, num_tokens, num_heads = beta_BTH.shape
-    dbeta_BTH = dbeta_XNC.reshape(batch, num_heads, num_tokens).swapaxes(1, 2)
-    valid_BT = valid_tokens(inputs)
-    if valid_BT is not None:
-        dbeta_BTH = jnp.where(valid_BT[..., None], dbeta_BTH, 0.0)
-    return dbeta_BTH.astype(beta_BTH.dtype)
 
 
 def _sum_group(plan: Plan, dx_BTHK: jax.Array) -> jax.Array:

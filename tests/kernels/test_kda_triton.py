@@ -16,12 +16,15 @@ from kernels.kda.triton import scans
 from kernels.kda.triton.inverse import unit_lower_inverse
 from kernels.kda.triton.plan import Plan
 from tests.kernels.kda_cases import (
+    as_arrays,
     assert_close,
     cotangents,
     evaluate,
     first_tokens,
     prefix_cotangent,
     random_inputs,
+    relative_rms,
+    rounded,
     truth,
     with_another_future,
 )
@@ -257,3 +260,47 @@ def test_inverse_of_collinear_keys(noise, beta, num_rows):
     shapes = [jax.ShapeDtypeStruct((num_rows, n), jnp.float32) for n in (num_rows, half)]
     got, _ = pl.pallas_call(kernel, out_shape=shapes, interpret=True)(lower.astype(np.float32))
     np.testing.assert_allclose(got, np.linalg.inv(np.eye(num_rows) + lower), atol=1e-4)
+
+
+def test_second_derivatives_are_refused_by_name():
+    inputs = as_arrays(random_inputs(1, 8, 1, 1, 16, 16), np.float32)
+
+    def loss(v):
+        return jnp.sum(kda(**inputs | {"v": v}, implementation="pallas_triton")[0] ** 2)
+
+    with pytest.raises(NotImplementedError, match="differentiated once"):
+        jax.grad(lambda v: jnp.sum(jax.grad(loss)(v) ** 2))(inputs["v"])
+
+
+@pytest.mark.parametrize("scale", [1e-21, 1e20])
+def test_any_scale_leaves_the_gradients_exact(scale):
+    inputs = random_inputs(1, 40, 1, 1, 16, 16)
+    got, want = evaluate("pallas_triton", inputs, scale=scale), truth(inputs, scale=scale)
+    errors = {name: relative_rms(got[name], want[name]) for name in want}
+    assert all(error < 1e-5 for error in errors.values()), errors
+
+
+@pytest.mark.parametrize("scale", [1e-6, 4096.0])
+def test_any_scale_leaves_bfloat16_exact_under_saturated_gates(scale):
+    """31 tokens of the strongest decay, then one that looks back."""
+    inputs = random_inputs(1, 32, 1, 1, 16, 16) | {"gate": np.full((1, 32, 1, 16), 1e4)}
+    inputs["gate"][:, -1] = -1e4
+    inputs = rounded(inputs, jnp.bfloat16)
+    got = evaluate("pallas_triton", inputs, jnp.bfloat16, scale=scale)
+    want = truth(inputs, scale=scale)
+    assert relative_rms(got["o"][:, -1], want["o"][:, -1]) < 1e-2
+    assert all(np.isfinite(x).all() for x in got.values())
+
+
+def test_gradients_of_float32_queries_do_not_see_narrow_values():
+    inputs = as_arrays(random_inputs(1, 40, 1, 1, 16, 16), np.float32)
+    inputs["v"] = inputs["v"].astype(jnp.bfloat16)
+
+    def gradient(implementation):
+        def loss(q):
+            o_BTHV, _ = kda(**inputs | {"q": q}, implementation=implementation)
+            return jnp.sum(o_BTHV.astype(jnp.float32))
+
+        return np.asarray(jax.jit(jax.grad(loss))(inputs["q"]))
+
+    assert relative_rms(gradient("pallas_triton"), gradient("reference")) < 1e-5

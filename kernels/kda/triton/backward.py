@@ -60,7 +60,7 @@ class Solve(NamedTuple):
     dp: jax.Array  # gradient of the scores of q on k, without the pairs of different documents
     dl: jax.Array  # of the scores of k on k, likewise
     d_own: jax.Array  # [C]: diagonal of the gradient of P
-    # [2, C]: <q, dq> / scale^2 and <k, dk> of the normalised q and k.
+    # [2, C]: <q, dq> / scale and <k, dk> of the normalised q and k.
     along: jax.Array | None
     dbeta: jax.Array  # [C]: of the logit, if beta is one
     v_new: jax.Array  # [C, V]
@@ -101,7 +101,7 @@ def _solve_kernel(plan: Plan, tokens: Tokens, x: ValueSide, out: Solve) -> None:
     slope_C = beta_C * (1.0 - beta_C) if plan.options.beta_is_logit else 1.0
     out.dbeta[...] = overlap_C * slope_C
     if out.along is not None:
-        out.along[0, :] = along_q_C * (1.0 / plan.options.scale**2)  # o is linear in q
+        out.along[0, :] = along_q_C * (1.0 / plan.options.scale)  # o is linear in q
         out.along[1, :] = 2.0 * beta_C * overlap_C - of_v_C
     out.d_own[...] = chunk.diagonal(dp_CC).reshape(-1)
     together_CC = together(tokens, rows, rows)
@@ -190,7 +190,8 @@ def _grads_kernel(plan: Plan, tokens: Tokens, c: Chain, out: Gradients) -> None:
     # would be kept in a second layout for it.
     dq_CK, dk_CK = d_own_C1 * x.k_RK, d_own_C1 * x.q_RK
     if solve.along is not None:
-        dq_CK -= along_q_C1 * x.q_RK
+        # Divided by the scale here and there: its square could leave float32.
+        dq_CK -= along_q_C1 * ((1.0 / plan.options.scale) * x.q_RK)
         dk_CK -= along_k_C1 * x.k_RK
     of_states = chunk.ScoreGradients(
         d_enter_q_CK + dq_CK,
@@ -227,7 +228,7 @@ def _through_states(plan: Plan, rows: Rows, c: Chain) -> tuple[jax.Array, ...]:
     def values(part: pl.Slice, sums: tuple) -> tuple:
         of_q_CK, of_k_CK, of_leaving_CK, overlap_VK = sums
         do_CV = keep(rows.valid_R1, c.do[:, part]).astype(plan.narrow)
-        states_VK, d_leaving_VK = c.states[part, :].astype(plan.narrow), c.d_leaving[part, :]
+        states_VK, d_leaving_VK = c.states[part, :], c.d_leaving[part, :]
         of_q_CK += plan.dot(do_CV, states_VK)
         of_k_CK += plan.dot(c.solve.dv[:, part], states_VK)
         of_leaving_CK += plan.dot(c.solve.v_new[:, part], d_leaving_VK)
@@ -247,10 +248,8 @@ def grads(plan: Plan, tokens: Tokens, chain: Chain) -> Gradients:
     key_dim, rows = tokens.q.shape[-1], plan.num_rows
     part_dim = min(GRADS_PART, key_dim)
     num_parts = key_dim // part_dim
-    of_keys, chunks = (
-        (batch, num_tokens, num_heads, key_dim),
-        (batch * num_heads, num_tokens // rows),
-    )
+    of_keys = (batch, num_tokens, num_heads, key_dim)
+    chunks = (batch * num_heads, num_tokens // rows)
 
     def of_program(spec: pl.BlockSpec, keys: int | None = None) -> pl.BlockSpec:
         """For the grid of heads and parts; keys: the dim that a program takes its part of."""

@@ -52,9 +52,10 @@ class Plan:
         if options.tile_bound is None:
             return 0
         # 32 rows at -5 fill float32's exponents so far that what they multiply must not exceed 1,
-        # and that small values lose bits, which only bfloat16 can spare.
-        small = options.use_qk_l2norm and self.narrow == jnp.bfloat16
-        log_tile = 5 if small and options.tile_bound >= -5.0 else 4
+        # and that small values lose bits, which only bfloat16 can spare, and not if q is tiny.
+        small = options.use_qk_l2norm and 1e-3 <= abs(options.scale) <= 1.0
+        wide_tiles = small and self.narrow == jnp.bfloat16 and options.tile_bound >= -5.0
+        log_tile = 5 if wide_tiles else 4
         return min(log_tile, self.most_log_tile, self.half.bit_length() - 1)
 
     def dot(

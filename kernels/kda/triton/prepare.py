@@ -83,6 +83,7 @@ def _prepare_kernel(
     synchronize(plan)
     halves = tuple(read_rows(plan, tokens, half_rows(plan, n), factors) for n in range(2))
     owns = tuple(scratch[rows.rows, 0].reshape(-1, 1) for rows in halves)
+    synchronize(plan)  # the scratch is written again
     zeros = Halves(*[jnp.zeros((plan.half, plan.half), plan.wide)] * 3)
     keys = partial(_prepare_keys, plan, tokens, halves, out)
     scores = for_parts(tokens.q.shape[-1], SOLVE_PART, keys, (zeros, zeros))

@@ -88,24 +88,12 @@ def valid_rows(plan: Plan, x: Tokens, rows: pl.Slice) -> jax.Array | None:
     return first + row_R1 < x.lengths[...].reshape(1, 1)
 
 
-def activate_beta(plan: Plan, x: Tokens, rows: Rows) -> jax.Array:
-    """[R, 1], never 0, because gradients divide by it: a rounding of what beta multiplies, no more.
-
-    The write strength of an invalid row does not matter: its k and v are 0.
-    """
-    beta_R1 = keep(rows.valid_R1, x.beta[rows.rows].reshape(-1, 1).astype(plan.wide))
-    if plan.options.beta_is_logit:
-        beta_R1 = plan.sigmoid(beta_R1)
-    return jnp.where(jnp.abs(beta_R1) < SMALLEST_BETA, SMALLEST_BETA, beta_R1)
-
-
 def measure_rows(plan: Plan, x: Tokens, factors: RowFactors) -> jax.Array:
     """Writes what is to be known of a chunk's rows; returns <q, k> [C] of the operands."""
-    whole = pl.ds(0, plan.num_rows)
-    rows = Rows(whole, None, None, valid_rows(plan, x, whole))
+    valid_C1 = valid_rows(plan, x, pl.ds(0, plan.num_rows))
 
     def products(part: pl.Slice, sums: tuple) -> tuple:
-        q_CK, k_CK = (keep(rows.valid_R1, r[:, part].astype(plan.wide)) for r in (x.q, x.k))
+        q_CK, k_CK = (keep(valid_C1, r[:, part].astype(plan.wide)) for r in (x.q, x.k))
         pairs = (q_CK, q_CK), (k_CK, k_CK), (q_CK, k_CK)
         return tuple(
             total_C + jnp.sum(a_CK * b_CK, axis=1)
@@ -119,7 +107,14 @@ def measure_rows(plan: Plan, x: Tokens, factors: RowFactors) -> jax.Array:
         q_rstd_C, k_rstd_C = (jax.lax.rsqrt(xx_C + L2_NORM_EPS) for xx_C in (qq_C, kk_C))
         factors.rstd[0, :], factors.rstd[1, :] = q_rstd_C, k_rstd_C
         own_C *= q_rstd_C * k_rstd_C
-    factors.beta[...] = activate_beta(plan, x, rows).reshape(-1)
+    beta_C = x.beta[...].astype(plan.wide)
+    if valid_C1 is not None:
+        beta_C = jnp.where(valid_C1.reshape(-1), beta_C, 0.0)
+    if plan.options.beta_is_logit:
+        beta_C = plan.sigmoid(beta_C)
+    # Never 0, because gradients divide by it: a rounding of what beta multiplies, no more. That of
+    # an invalid row does not matter: its k and v are 0.
+    factors.beta[...] = jnp.where(jnp.abs(beta_C) < SMALLEST_BETA, SMALLEST_BETA, beta_C)
     return own_C
 
 
