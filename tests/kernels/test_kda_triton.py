@@ -209,13 +209,14 @@ def test_no_future_token_reaches_the_past_through_pieces(short_pieces, num_split
         np.testing.assert_array_equal(got[name], want[name], err_msg=name)
 
 
-@pytest.mark.parametrize("residuals", ["full", "lean"])
+@pytest.mark.parametrize("residuals", ["full", pytest.param("lean", marks=pytest.mark.slow)])
 def test_residuals_of_either_kind_equal_the_recurrence(short_pieces, residuals):
     inputs = remembering(150)
     got = evaluate("pallas_triton", inputs, np.float64, residuals=residuals, num_splits=2)
     assert_close(got, truth(inputs), 1e-13)
 
 
+@pytest.mark.slow
 def test_residuals_agree_in_bfloat16():
     inputs = random_inputs(1, 70, 1, 2, 16, 16)
     default, full, lean = (
@@ -272,7 +273,7 @@ def test_second_derivatives_are_refused_by_name():
         jax.grad(lambda v: jnp.sum(jax.grad(loss)(v) ** 2))(inputs["v"])
 
 
-@pytest.mark.parametrize("scale", [1e-21, 1e20])
+@pytest.mark.parametrize("scale", [1e-21, pytest.param(1e20, marks=pytest.mark.slow)])
 def test_any_scale_leaves_the_gradients_exact(scale):
     inputs = random_inputs(1, 40, 1, 1, 16, 16)
     got, want = evaluate("pallas_triton", inputs, scale=scale), truth(inputs, scale=scale)
@@ -280,7 +281,7 @@ def test_any_scale_leaves_the_gradients_exact(scale):
     assert all(error < 1e-5 for error in errors.values()), errors
 
 
-@pytest.mark.parametrize("scale", [1e-6, 4096.0])
+@pytest.mark.parametrize("scale", [4096.0, pytest.param(1e-6, marks=pytest.mark.slow)])
 def test_any_scale_leaves_bfloat16_exact_under_saturated_gates(scale):
     """31 tokens of the strongest decay, then one that looks back."""
     inputs = random_inputs(1, 32, 1, 1, 16, 16) | {"gate": np.full((1, 32, 1, 16), 1e4)}
@@ -292,6 +293,7 @@ def test_any_scale_leaves_bfloat16_exact_under_saturated_gates(scale):
     assert all(np.isfinite(x).all() for x in got.values())
 
 
+@pytest.mark.slow
 def test_gradients_of_float32_queries_do_not_see_narrow_values():
     inputs = as_arrays(random_inputs(1, 40, 1, 1, 16, 16), np.float32)
     inputs["v"] = inputs["v"].astype(jnp.bfloat16)
