@@ -30,6 +30,7 @@ from kernels.kda.triton.tokens import (
     activate,
     log_decay_vjp,
     read_cuts,
+    read_gate,
     read_raw,
     read_rows,
     together,
@@ -167,7 +168,8 @@ def _grads_kernel(plan: Plan, tokens: Tokens, c: Chain, out: Gradients) -> None:
     num_parts = tokens.q.shape[-1] // part_dim
     part = pl.ds(pl.program_id(0) % num_parts * part_dim, part_dim)
     rows, cuts = read_rows(plan, tokens, whole, c.factors), read_cuts(tokens, whole)
-    raw = read_raw(tokens, whole, part)
+    raw, gate = read_raw(tokens, whole, part), read_gate(tokens, part)
+    total_1K = c.total[...].reshape(1, -1)
     # First the states, then the pairs: what a loop starts from is summed up before it, and frees
     # the registers of its parts.
     d_enter_q_CK, d_enter_k_CK, d_leave_CK, d_total_1K = _through_states(plan, rows, c)
@@ -179,7 +181,7 @@ def _grads_kernel(plan: Plan, tokens: Tokens, c: Chain, out: Gradients) -> None:
     if solve.along is not None:
         along_q_C1, along_k_C1 = (solve.along[n, :].reshape(-1, 1) for n in range(2))
     raw = Raw(*map(made_once, raw))
-    x = activate(plan, tokens, rows, part, raw)
+    x = activate(plan, rows, gate, raw)
     decays = plan.decays(x.g_RK, tokens.masks)
     from_start_CK = keep(cuts and cuts.enters_R1, decays.from_start())
     to_end_CK = keep(cuts and cuts.leaves_R1, decays.to_end())
@@ -207,15 +209,16 @@ def _grads_kernel(plan: Plan, tokens: Tokens, c: Chain, out: Gradients) -> None:
         of_states, of_split, x.q_RK, x.k_RK, decays, plan.dot, plan.rounded
     )
 
-    if rows.q_rstd_R1 is not None:
-        dq_CK, dk_CK = rows.q_rstd_R1 * dq_CK, rows.k_rstd_R1 * dk_CK
-    out.q[...] = (plan.options.scale * dq_CK).astype(out.q.dtype)
-    out.k[...] = dk_CK.astype(out.k.dtype)
+    if rows.q_scale_R1 is None:
+        dq_CK *= plan.options.scale
+    else:
+        dq_CK, dk_CK = rows.q_scale_R1 * dq_CK, rows.k_scale_R1 * dk_CK
+    out.q[...], out.k[...] = dq_CK.astype(out.q.dtype), dk_CK.astype(out.k.dtype)
 
     dg_CK = of_leaving(tokens.masks.vjps[1]) + plan.row_sums(da_CK)(tokens.masks.vjps[0])
-    dg_CK += c.total[...].reshape(1, -1) * d_total_1K
+    dg_CK += total_1K * d_total_1K
     dg_CK = made_once(keep(rows.valid_R1, dg_CK))
-    dz_CK, of_a_log_CK = log_decay_vjp(plan, tokens, rows, part, raw.gate_RK, dg_CK)
+    dz_CK, of_a_log_CK = log_decay_vjp(plan, rows, gate, raw.gate_RK, dg_CK)
     out.gate[...] = dz_CK.astype(out.gate.dtype)
     out.gate_params[0, :] = jnp.sum(dz_CK, axis=0)
     out.gate_params[1, :] = jnp.sum(of_a_log_CK, axis=0)

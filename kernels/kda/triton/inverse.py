@@ -43,18 +43,19 @@ def unit_lower_inverse(
 
 def _invert_tiles(plan: Plan, scratch: jax.Array) -> None:
     """Replaces the tiles of L in the scratch by their inverses."""
-    # In this order of dims, which the loads keep, a thread holds whole columns of tiles.
-    shape_JNI = (TILE, plan.num_rows // TILE, TILE)
-    j_JNI, i_JNI = _iota(shape_JNI, 0), _iota(shape_JNI, 2)
-    row_JNI = _iota(shape_JNI, 1) * TILE + i_JNI
-    start_JNI = row_JNI % plan.half - i_JNI  # of the tile, within its half
-    x_JNI = jnp.where(i_JNI == j_JNI, 1.0, 0.0).astype(plan.wide)
+    # Loads that are contiguous nowhere give the last dim to the threads, so that with this order
+    # of dims a thread holds whole columns of tiles.
+    shape_INJ = (TILE, plan.num_rows // TILE, TILE)
+    i_INJ, j_INJ = _iota(shape_INJ, 0), _iota(shape_INJ, 2)
+    row_INJ = _iota(shape_INJ, 1) * TILE + i_INJ
+    start_INJ = row_INJ % plan.half - i_INJ  # of the tile, within its half
+    x_INJ = jnp.where(i_INJ == j_INJ, 1.0, 0.0).astype(plan.wide)
     for r in range(TILE - 1):
-        factor_JNI = plt.load(scratch.at[row_JNI, start_JNI + r])
-        pivot_JN1 = jnp.sum(jnp.where(i_JNI == r, x_JNI, 0.0), axis=2, keepdims=True)
-        x_JNI -= jnp.where(i_JNI > r, factor_JNI, 0.0) * pivot_JN1
+        factor_INJ = plt.load(scratch.at[row_INJ, start_INJ + r])
+        pivot_1NJ = jnp.sum(jnp.where(i_INJ == r, x_INJ, 0.0), axis=0, keepdims=True)
+        x_INJ -= jnp.where(i_INJ > r, factor_INJ, 0.0) * pivot_1NJ
     synchronize(plan)
-    plt.store(scratch.at[row_JNI, start_JNI + j_JNI], x_JNI)
+    plt.store(scratch.at[row_INJ, start_INJ + j_INJ], x_INJ)
 
 
 def _merge(plan: Plan, tiles_RR: jax.Array, l_RR: jax.Array) -> jax.Array:

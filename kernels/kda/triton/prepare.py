@@ -34,9 +34,11 @@ from kernels.kda.triton.tokens import (
     RowFactors,
     Rows,
     Tokens,
+    activate,
     measure_rows,
-    read_channels,
     read_cuts,
+    read_gate,
+    read_raw,
     read_rows,
     together,
     token_specs,
@@ -98,11 +100,11 @@ def _prepare_again_kernel(plan: Plan, tokens: Tokens, factors: RowFactors, out: 
 
 
 def _with_masks_read(tokens: Tokens) -> Tokens:
-    """Read masks once, unless many: in every round of a loop they would wait for its stores."""
+    """Reads masks once: in every round of a loop they would wait for its stores."""
     splits, sums, _ = tokens.masks
-    if splits.shape[0] > 1:
-        return tokens
-    masks = chunk.Masks((splits[0],), (sums[0], sums[1]), None)
+    if splits.shape[0] == 1:
+        splits = (splits[0],)
+    masks = chunk.Masks(splits, (sums[0], sums[1]), None)
     return tokens._replace(masks=masks)
 
 
@@ -118,8 +120,9 @@ def _prepare_keys(
     narrow = plan.narrow
     first, second = halves
     cuts = [read_cuts(tokens, rows.rows) for rows in halves]
+    gate, raws = read_gate(tokens, part), [read_raw(tokens, rows.rows, part) for rows in halves]
 
-    x = read_channels(plan, tokens, first, part)
+    x = activate(plan, first, gate, raws[0])
     decays = plan.decays(x.g_RK, tokens.masks)
     if scores:
         of_q, of_k = scores
@@ -129,7 +132,7 @@ def _prepare_keys(
     out.k_enter[first.rows, part] = (x.k_RK * enter_RK).astype(narrow)
     to_border_RK, first_total_1K = x.k_RK * decays.to_end(), decays.total()
 
-    x = read_channels(plan, tokens, second, part)
+    x = activate(plan, second, gate, raws[1])
     decays = plan.decays(x.g_RK, tokens.masks)
     if scores:
         seconds = chunk.scores((of_q.second, of_k.second), x.q_RK, x.k_RK, decays, narrow, plan.dot)

@@ -59,15 +59,15 @@ class RowFactors(NamedTuple):
     """What is known of every row once it has been prepared, all [X, N, ...], wide."""
 
     beta: jax.Array  # [C]
-    rstd: jax.Array | None  # [2, C]: 1 / norm of the rows of q and of k
+    scales: jax.Array | None  # [2, C]: what normalises, and scales, the rows of q and of k
 
 
 class Rows(NamedTuple):
     """What belongs to rows of a chunk, all or half of them, and not to their channels."""
 
     rows: pl.Slice
-    q_rstd_R1: jax.Array | None
-    k_rstd_R1: jax.Array | None
+    q_scale_R1: jax.Array | None
+    k_scale_R1: jax.Array | None
     valid_R1: jax.Array | None
 
 
@@ -103,9 +103,10 @@ def measure_rows(plan: Plan, x: Tokens, factors: RowFactors) -> jax.Array:
     zeros_C = jnp.zeros((plan.num_rows,), plan.wide)
     qq_C, kk_C, qk_C = for_parts(x.q.shape[-1], MEASURE_PART, products, (zeros_C,) * 3)
     own_C = plan.options.scale * qk_C
-    if factors.rstd is not None:
+    if factors.scales is not None:
         q_rstd_C, k_rstd_C = (jax.lax.rsqrt(xx_C + L2_NORM_EPS) for xx_C in (qq_C, kk_C))
-        factors.rstd[0, :], factors.rstd[1, :] = q_rstd_C, k_rstd_C
+        factors.scales[0, :] = plan.options.scale * q_rstd_C
+        factors.scales[1, :] = k_rstd_C
         own_C *= q_rstd_C * k_rstd_C
     beta_C = x.beta[...].astype(plan.wide)
     if valid_C1 is not None:
@@ -119,10 +120,10 @@ def measure_rows(plan: Plan, x: Tokens, factors: RowFactors) -> jax.Array:
 
 
 def read_rows(plan: Plan, x: Tokens, rows: pl.Slice, factors: RowFactors) -> Rows:
-    rstds = (None, None)
-    if factors.rstd is not None:
-        rstds = (factors.rstd[n, rows].reshape(-1, 1) for n in range(2))
-    return Rows(rows, *rstds, valid_rows(plan, x, rows))
+    scales = (None, None)
+    if factors.scales is not None:
+        scales = (factors.scales[n, rows].reshape(-1, 1) for n in range(2))
+    return Rows(rows, *scales, valid_rows(plan, x, rows))
 
 
 class Raw(NamedTuple):
@@ -137,43 +138,46 @@ def read_raw(x: Tokens, rows: pl.Slice, part: pl.Slice) -> Raw:
     return Raw(x.q[rows, part], x.k[rows, part], x.gate[rows, part])
 
 
-def read_channels(plan: Plan, x: Tokens, rows: Rows, part: pl.Slice) -> Channels:
-    return activate(plan, x, rows, part, read_raw(x, rows.rows, part))
+class Gate(NamedTuple):
+    """What turns a part of the key channels of the raw gate into log-decays."""
+
+    rate: jax.Array  # exp(a_log)
+    bias_1K: jax.Array
 
 
-def activate(plan: Plan, x: Tokens, rows: Rows, part: pl.Slice, raw: Raw) -> Channels:
+def read_gate(x: Tokens, part: pl.Slice) -> Gate:
+    return Gate(jnp.exp(jnp.minimum(x.a_log[0], MAX_A_LOG)), x.dt_bias[part].reshape(1, -1))
+
+
+def activate(plan: Plan, rows: Rows, gate: Gate, raw: Raw) -> Channels:
     q_RK, k_RK = (keep(rows.valid_R1, x_RK.astype(plan.wide)) for x_RK in raw[:2])
-    if rows.q_rstd_R1 is None:
+    if rows.q_scale_R1 is None:
         q_RK *= plan.options.scale
     else:
-        q_RK, k_RK = q_RK * (plan.options.scale * rows.q_rstd_R1), k_RK * rows.k_rstd_R1
-    g_RK = made_once(log_decay(plan, x, rows, part, raw.gate_RK))
+        q_RK, k_RK = q_RK * rows.q_scale_R1, k_RK * rows.k_scale_R1
+    g_RK = made_once(log_decay(plan, rows, gate, raw.gate_RK))
     return Channels(q_RK, k_RK, keep(rows.valid_R1, g_RK))
 
 
-def _gate(
-    plan: Plan, x: Tokens, rows: Rows, part: pl.Slice, gate_RK: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """z = gate + dt_bias, and exp(a_log)."""
-    z_RK = keep(rows.valid_R1, gate_RK.astype(plan.wide)) + x.dt_bias[part].reshape(1, -1)
-    return z_RK, jnp.exp(jnp.minimum(x.a_log[0], MAX_A_LOG))
+def _biased(plan: Plan, rows: Rows, gate: Gate, gate_RK: jax.Array) -> jax.Array:
+    return keep(rows.valid_R1, gate_RK.astype(plan.wide)) + gate.bias_1K
 
 
-def log_decay(plan: Plan, x: Tokens, rows: Rows, part: pl.Slice, gate_RK: jax.Array) -> jax.Array:
+def log_decay(plan: Plan, rows: Rows, gate: Gate, gate_RK: jax.Array) -> jax.Array:
     """Base 2."""
-    z_RK, rate = _gate(plan, x, rows, part, gate_RK)
+    z_RK = _biased(plan, rows, gate, gate_RK)
     if plan.options.gate_kind == "bounded":
-        return (plan.options.lower_bound * LOG2E) * plan.sigmoid(rate * z_RK)
+        return (plan.options.lower_bound * LOG2E) * plan.sigmoid(gate.rate * z_RK)
     if plan.options.gate_kind == "softplus":
-        return (-LOG2E * rate) * jax.nn.softplus(z_RK)
+        return (-LOG2E * gate.rate) * jax.nn.softplus(z_RK)
     return LOG2E * z_RK
 
 
 def log_decay_vjp(
-    plan: Plan, x: Tokens, rows: Rows, part: pl.Slice, gate_RK: jax.Array, dg_RK: jax.Array
+    plan: Plan, rows: Rows, gate: Gate, gate_RK: jax.Array, dg_RK: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """The gradient of z, and every entry's part of that of a_log; dg: of the natural log-decay."""
-    z_RK, rate = _gate(plan, x, rows, part, gate_RK)
+    z_RK, rate = _biased(plan, rows, gate, gate_RK), gate.rate
     if plan.options.gate_kind == "bounded":
         open_RK = plan.sigmoid(rate * z_RK)
         dz_RK = dg_RK * ((plan.options.lower_bound * rate) * (open_RK * (1.0 - open_RK)))
