@@ -72,6 +72,17 @@ def pairs(num_rows: int, log_tile: int, number: int | jax.Array) -> jax.Array:
     return (i_block_RR == j_block_RR + 1) & (i_block_RR & 1 == 1)
 
 
+def _shift(bound: float, log_tile: int) -> float:
+    """What a tile's exponents are moved by, so that both its factors have a float32 exponent."""
+    return float(np.ceil(-bound * (1 << log_tile) / 2))
+
+
+def start_factor(num_rows: int, bound: float, log_tile: int) -> float:
+    """What Decays.from_start_shifted lacks: not 1 where its tile has all rows and is a wide one."""
+    shift = _shift(bound, log_tile)
+    return 2.0**-shift if 1 << log_tile == num_rows and 2 * shift >= 127 else 1.0
+
+
 class Split(NamedTuple):
     """exp(G_i - G_j) = row_i * column_j for the `pairs` of this number."""
 
@@ -103,7 +114,9 @@ class Decays:
     ) -> None:
         self.g_RK, self.masks, self.log_tile = g_RK, masks, log_tile
         self.exp2, self.span, self.num_splits = exp2, spans(g_RK), len(masks.splits)
-        self._shift = float(np.ceil(-bound * (1 << log_tile) / 2))
+        self._shift = _shift(bound, log_tile)
+        self.start_factor = start_factor(g_RK.shape[0], bound, log_tile)
+        self._sums: jax.Array | None = None
         self._tile: tuple[jax.Array, jax.Array] | None = None
 
     def from_start(self) -> jax.Array:
@@ -112,17 +125,37 @@ class Decays:
             return self._tile_factors()[0] * 2.0**-self._shift
         return self.exp2(self.span(self.masks.sums[0]))
 
+    def from_start_shifted(self) -> jax.Array:
+        """[R, K]: from_start / start_factor, which may be what `scores` multiplies rows by."""
+        return self.from_start() if self.start_factor == 1.0 else self._tile_factors()[0]
+
     def to_end(self) -> jax.Array:
         """[R, K]: of the rows behind the row."""
-        return self.exp2(self.span(self.masks.sums[1]))
+        if self.start_factor == 1.0:
+            return self.exp2(self.span(self.masks.sums[1]))
+        return self._tile_factors()[1] * self.exp2(self._total() + self._shift)
 
     def total(self) -> jax.Array:
         """[1, K]: of all rows."""
-        return self.exp2(jnp.sum(self.g_RK, axis=0, keepdims=True))
+        return self.exp2(self._total())
+
+    def _total(self) -> jax.Array:
+        if self.start_factor == 1.0:
+            return jnp.sum(self.g_RK, axis=0, keepdims=True)
+        # As the tile's factors have it, that to_end of the last row is 1.
+        num_rows = self.g_RK.shape[0]
+        row_R1 = jax.lax.broadcasted_iota(jnp.int32, (num_rows, 1), 0)
+        last_RK = jnp.where(row_R1 == num_rows - 1, self._tile_sums(), 0.0)
+        return jnp.sum(last_RK, axis=0, keepdims=True)
+
+    def _tile_sums(self) -> jax.Array:
+        if self._sums is None:
+            self._sums = self.span(self.masks.splits[self.num_splits - 1])
+        return self._sums
 
     def _tile_factors(self) -> tuple[jax.Array, jax.Array]:
         if self._tile is None:
-            summed_RK = self.span(self.masks.splits[self.num_splits - 1])
+            summed_RK = self._tile_sums()
             if 2 * self._shift < 127:
                 scale = 2.0**self._shift  # behind the exponential, where it costs no bits
                 self._tile = self.exp2(summed_RK) * scale, self.exp2(-summed_RK) / scale

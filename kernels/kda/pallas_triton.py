@@ -194,7 +194,10 @@ def _kda(plan: Plan, inputs: KdaInputs) -> tuple[jax.Array, jax.Array]:
 def _stream(
     plan: Plan, inputs: KdaInputs, prepared: Prepared, solved: Solved, values_BTHV: jax.Array
 ) -> Stream:
-    return Stream(prepared, solved, _chunked(plan, values_BTHV), inputs.lengths_B)
+    minus_one_CC = -jnp.eye(plan.num_rows, dtype=plan.narrow)
+    values_BNCHV = _chunked(plan, values_BTHV)
+    _, minus_one_CC = vary_together(values_BNCHV, minus_one_CC)
+    return Stream(prepared, solved, values_BNCHV, inputs.lengths_B, minus_one_CC)
 
 
 class Kept(NamedTuple):

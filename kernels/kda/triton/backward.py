@@ -72,7 +72,7 @@ def _solve_kernel(plan: Plan, tokens: Tokens, x: ValueSide, out: Solve) -> None:
     rows, wide, narrow = pl.ds(0, plan.num_rows), plan.wide, plan.narrow
     valid_C1, beta_C1 = valid_rows(plan, tokens, rows), x.beta[...].reshape(-1, 1)
     # As the diagonal of solve has it, to take out of v_new and dv just what it brought in.
-    inverse_C1, solve_CC = 1.0 / beta_C1.astype(narrow).astype(wide), x.solve[...]
+    inverse_C1 = 1.0 / beta_C1.astype(narrow).astype(wide)
     zeros_CC, zeros_C = (jnp.zeros((plan.num_rows,) * n, wide) for n in (2, 1))
 
     def values(part: pl.Slice, sums: tuple) -> tuple:
@@ -80,6 +80,7 @@ def _solve_kernel(plan: Plan, tokens: Tokens, x: ValueSide, out: Solve) -> None:
         # Before anything is written, or it would have to wait for it.
         v_CV, o_CV = keep(valid_C1, tokens.v[:, part]), x.o[:, part]
         do_CV = keep(valid_C1, x.do[:, part]).astype(narrow)
+        solve_CC = x.solve[...]  # in every round, so that it comes with what meets it
         # Made again, because the scans would leave them rounded, which dbeta and dp cannot spare.
         v_new_CV = plan.dot(solve_CC, x.missing[part, :], b_rows=True)
         dv_CV = plan.dot(solve_CC, x.dv_new[part, :], a_columns=True, b_rows=True)

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
@@ -25,7 +26,7 @@ Shapes = TypeVar("Shapes")  # a tree of jax.ShapeDtypeStruct
 LOG2E = math.log2(math.e)
 # Key channels of which a program holds tiles at a time: more, and registers spill. Measured on an
 # H200: with the scores to hold as well, without, and for the norms.
-SOLVE_PART, PREPARE_PART, MEASURE_PART = 32, 64, 64
+SOLVE_PART, PREPARE_PART, MEASURE_PART = 16, 64, 64
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,17 @@ class Plan:
             return self.row_sums(g_RK)
         if self.options.tile_bound is None:
             g_RK = jnp.maximum(g_RK, -3e4)  # float16 ends at 65504, a product of decays long before
-        return partial(self._masked_sums, [g_RK.astype(jnp.float16)])
+        return partial(self._masked_sums, [(g_RK * self.span_scale).astype(jnp.float16)])
+
+    @property
+    def span_scale(self) -> float:
+        """A power of 2 that log-decays are multiplied by, and masks divided by, in float16.
+
+        It takes bounded ones up to where float16 ends: the weakest, which only a long sequence
+        adds up, keep their 11 bits.
+        """
+        bounded = self.narrow == jnp.bfloat16 and not self.interpret and self.bound
+        return 2.0 ** math.floor(math.log2(65504 / -self.bound)) if bounded else 1.0
 
     def _masked_sums(self, parts: list[jax.Array], mask_RR: jax.Array) -> jax.Array:
         return reduce(jnp.add, [self.dot(mask_RR, part) for part in parts])
@@ -110,12 +121,18 @@ class Plan:
         if not self.interpret:
             spans = jnp.float16 if self.narrow == jnp.bfloat16 else jnp.bfloat16
             types = chunk.Masks(spans, spans, jnp.bfloat16)
-        arrays = chunk.masks(num_rows, self.log_tile)
+        splits, sums, vjps = chunk.masks(num_rows, self.log_tile)
+        unscale = 1.0 / self.span_scale
+        arrays = chunk.Masks(splits * unscale, sums * unscale, vjps)
         return chunk.Masks(*(jnp.asarray(a, t) for a, t in zip(arrays, types, strict=True)))
 
+    @property
+    def bound(self) -> float:
+        """Of a tile's log-decays, base 2."""
+        return LOG2E * (self.options.tile_bound or 0.0)
+
     def decays(self, g_RK: jax.Array, masks: chunk.Masks) -> chunk.Decays:
-        bound = LOG2E * (self.options.tile_bound or 0.0)
-        return chunk.Decays(g_RK, masks, bound, self.log_tile, self.spans, self.exp2)
+        return chunk.Decays(g_RK, masks, self.bound, self.log_tile, self.spans, self.exp2)
 
     def exp2(self, x: jax.Array) -> jax.Array:
         return jnp.exp2(x) if self.interpret else _approximate("ex2", x)
@@ -132,8 +149,25 @@ class Plan:
             result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)],
         )[0]
 
+    def times_power_of_two(self, x: jax.Array, factor: float) -> jax.Array:
+        """factor x in x's dtype, which is exact but for underflow."""
+        if factor == 1.0 or self.interpret or x.dtype != jnp.bfloat16:
+            return x if factor == 1.0 else (x.astype(self.wide) * factor).astype(x.dtype)
+        bits = int(np.float32(factor).view(np.uint32)) >> 16
+        return plt.elementwise_inline_asm(
+            f"{{ .reg .b32 f; mov.b32 f, {bits << 16 | bits:#x}; mul.rn.bf16x2 $0, $1, f; }}",
+            args=[x],
+            constraints="=r,r",
+            pack=2,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+        )[0]
+
     def sigmoid(self, x: jax.Array) -> jax.Array:
-        denominator = 1.0 + self.exp2(-LOG2E * x)
+        return self.logistic(-LOG2E * x)
+
+    def logistic(self, x: jax.Array) -> jax.Array:
+        """1 / (1 + 2 ** x)."""
+        denominator = 1.0 + self.exp2(x)
         return 1.0 / denominator if self.interpret else _approximate("rcp", denominator)
 
 

@@ -127,9 +127,10 @@ def _prepare_keys(
     if scores:
         of_q, of_k = scores
         firsts = chunk.scores((of_q.first, of_k.first), x.q_RK, x.k_RK, decays, narrow, plan.dot)
-    enter_RK = keep(cuts[0] and cuts[0].enters_R1, decays.from_start())
-    out.q_enter[first.rows, part] = (x.q_RK * enter_RK).astype(narrow)
-    out.k_enter[first.rows, part] = (x.k_RK * enter_RK).astype(narrow)
+    shifted_RK = decays.from_start_shifted()
+    for array, x_RK in ((out.q_enter, x.q_RK), (out.k_enter, x.k_RK)):
+        enter_RK = plan.times_power_of_two((x_RK * shifted_RK).astype(narrow), decays.start_factor)
+        array[first.rows, part] = keep(cuts[0] and cuts[0].enters_R1, enter_RK)
     to_border_RK, first_total_1K = x.k_RK * decays.to_end(), decays.total()
 
     x = activate(plan, second, gate, raws[1])
@@ -140,17 +141,17 @@ def _prepare_keys(
     out.total[part] = keep(cuts[0] and cuts[0].passes_11, first_total_1K * total_1K).reshape(-1)
     leave_RK = keep(cuts[0] and cuts[0].leaves_R1, to_border_RK * total_1K)
     out.k_leave[first.rows, part] = leave_RK.astype(narrow)
-    from_border_RK = decays.from_start()
-    enter_RK = keep(cuts[1] and cuts[1].enters_R1, from_border_RK * first_total_1K)
+    enter_RK = keep(cuts[1] and cuts[1].enters_R1, decays.from_start() * first_total_1K)
     out.q_enter[second.rows, part] = (x.q_RK * enter_RK).astype(narrow)
     out.k_enter[second.rows, part] = (x.k_RK * enter_RK).astype(narrow)
     leave_RK = keep(cuts[1] and cuts[1].leaves_R1, x.k_RK * decays.to_end())
     out.k_leave[second.rows, part] = leave_RK.astype(narrow)
     if not scores:
         return ()
-    column_RK = to_border_RK.astype(narrow)
+    # Shifted, because these operands are there already; `_solve` makes up for it.
+    column_RK, shifted_RK = to_border_RK.astype(narrow), decays.from_start_shifted()
     across_q_RR, across_k_RR = (
-        before_RR + plan.dot((row_RK * from_border_RK).astype(narrow), column_RK, b_rows=True)
+        before_RR + plan.dot((row_RK * shifted_RK).astype(narrow), column_RK, b_rows=True)
         for before_RR, row_RK in ((of_q.across, x.q_RK), (of_k.across, x.k_RK))
     )
     return (
@@ -169,13 +170,14 @@ def _solve(
     solved: Solved,
     scratch: jax.Array,
 ) -> None:
-    of_q, of_k = scores
+    unshift = chunk.start_factor(plan.half, plan.bound, plan.log_tile)
+    of_q, of_k = (x._replace(across=unshift * x.across) for x in scores)
     first, second = (
         chunk.cut(of_q[n], of_k[n], own_R1) for n, own_R1 in zip((0, 2), owns, strict=True)
     )
     same = [together(tokens, *(halves[half].rows for half in block)) for block in BLOCKS]
     p, of_k = (
-        Halves(*map(keep, same, (first[n], of.across, second[n]))) for n, of in enumerate(scores)
+        Halves(*map(keep, same, (first[n], of.across, second[n]))) for n, of in enumerate((of_q, of_k))
     )
     betas = [factors.beta[rows.rows] for rows in halves]
     lower = Halves(

@@ -41,6 +41,7 @@ class Stream(NamedTuple):
     solved: Solved
     values: jax.Array | None  # [B, N, C, H, V]: v, or the gradient of o; None for zeros
     lengths: jax.Array | None
+    minus_one: jax.Array  # [C, C]: the negative identity
 
 
 class Span(NamedTuple):
@@ -100,29 +101,44 @@ def _scan_kernel(
     share = _share(span, num_heads, state_in.shape[-1], prepared.total.shape[1])
     values, chain, row, head, start, count = share
 
-    def step(i: jax.Array, state_VK: jax.Array) -> jax.Array:
+    def write_o(n: int | jax.Array, o_VC: jax.Array) -> None:
+        out.o[row, n, :, head, values] = o_VC.T
+
+    def step(i: jax.Array, carry: tuple[jax.Array, jax.Array | None]) -> tuple:
+        state_VK, last_o_VC = carry
         n = start + i
         # Before anything is written, or it would have to wait for it.
         total_1K = prepared.total[chain, n].reshape(1, -1)
+        if out.o is not None:
+            # Of the chunk before, while this one's arrays arrive. Of the first there is none, and
+            # what is written then is overwritten.
+            write_o(jnp.maximum(n - 1, start), last_o_VC)
         state_narrow_VK = state_VK.astype(narrow)
         if out.states is not None:
             out.states[chain, n, values, :] = state_VK.astype(out.states.dtype)
-        seen_VC = plan.dot(state_narrow_VK, prepared.k_enter[chain, n], b_rows=True)
-        if x.values is None:
-            missing_VC = (-seen_VC).astype(narrow)
-        else:
-            v_CV = _read_values(plan, x, share, n)
-            missing_VC = (v_CV.T.astype(plan.wide) - seen_VC).astype(narrow)
+        less_VC = plan.dot(state_narrow_VK, prepared.k_enter[chain, n], b_rows=True)
+        if x.values is not None:
+            # A product transposes v; Triton's own way meets conflicts between memory banks.
+            v_CV = _read_values(plan, x, share, n).astype(narrow)
+            less_VC += plan.dot(v_CV, x.minus_one[...], a_columns=True)
+        missing_VC = (-less_VC).astype(narrow)
         if out.missing is not None:
             out.missing[chain, n, values, :] = missing_VC
         v_new_VC = plan.dot(missing_VC, solved.solve[chain, n], b_rows=True).astype(narrow)
         if out.o is not None:
             o_VC = plan.dot(state_narrow_VK, prepared.q_enter[chain, n], b_rows=True)
             o_VC += plan.dot(v_new_VC, solved.p[chain, n], b_rows=True)
-            out.o[row, n, :, head, values] = o_VC.astype(out.o.dtype).T
-        return total_1K * state_VK + plan.dot(v_new_VC, prepared.k_leave[chain, n])
+            last_o_VC = o_VC.astype(out.o.dtype)
+        state_VK = total_1K * state_VK + plan.dot(v_new_VC, prepared.k_leave[chain, n])
+        return state_VK, last_o_VC
 
-    out.state[...] = jax.lax.fori_loop(0, count, step, state_in[...].T).T
+    no_o_VC = None
+    if out.o is not None:
+        no_o_VC = jnp.zeros((values.size, plan.num_rows), out.o.dtype)
+    state_VK, last_o_VC = jax.lax.fori_loop(0, count, step, (state_in[...].T, no_o_VC))
+    if out.o is not None:
+        write_o(start + count - 1, last_o_VC)
+    out.state[...] = state_VK.T
 
 
 def _reverse_kernel(
@@ -222,6 +238,8 @@ def scan(
         missing=shape(plan.narrow if keep_missing else None, *chunks, value_dim, plan.num_rows),
     )
     reads = (2, 1) if o is None else (3, 2)
+    if x.values is not None:
+        reads = reads[0], reads[1] + 1  # minus_one
     kept_bytes = 0 if keep_states is None else jnp.dtype(keep_states).itemsize
     return _call(
         plan,
