@@ -94,8 +94,9 @@ class Split(NamedTuple):
 
 
 class Decays:
-    """Decay factors between rows from their base-2 log-decays g [R, K].
+    """Decay factors between rows from their base-2 log-decays g [R, K], in multiples of `unit`.
 
+    masks: of the log-decays, with `unit` for 1.
     log_tile: the pairs inside a tile of 2 ** log_tile rows take one product, for which half of the
     tile's log-decays, each above `bound`, must fit a float32 exponent, 126; 0 serves any g. Every
     exponent is a sum over a span of rows, never a difference of two longer sums: a strong decay
@@ -107,12 +108,13 @@ class Decays:
         self,
         g_RK: jax.Array,
         masks: Masks,
+        unit: float,
         bound: float,
         log_tile: int,
         spans: RowSums,
         exp2: Exp2,
     ) -> None:
-        self.g_RK, self.masks, self.log_tile = g_RK, masks, log_tile
+        self.g_RK, self.masks, self.unit, self.log_tile = g_RK, masks, unit, log_tile
         self.exp2, self.span, self.num_splits = exp2, spans(g_RK), len(masks.splits)
         self._shift = _shift(bound, log_tile)
         self.start_factor = start_factor(g_RK.shape[0], bound, log_tile)
@@ -133,35 +135,36 @@ class Decays:
         """[R, K]: of the rows behind the row."""
         if self.start_factor == 1.0:
             return self.exp2(self.span(self.masks.sums[1]))
-        return self._tile_factors()[1] * self.exp2(self._total() + self._shift)
+        return self._tile_factors()[1] * self.exp2(self._shifted_total())
 
     def total(self) -> jax.Array:
         """[1, K]: of all rows."""
-        return self.exp2(self._total())
-
-    def _total(self) -> jax.Array:
         if self.start_factor == 1.0:
-            return jnp.sum(self.g_RK, axis=0, keepdims=True)
-        # As the tile's factors have it, that to_end of the last row is 1.
+            return self.exp2(self.unit * jnp.sum(self.g_RK, axis=0, keepdims=True))
+        return self.exp2(self._shifted_total() - self._shift)
+
+    def _shifted_total(self) -> jax.Array:
+        """From the exponents of the tile's factors, that to_end of the last row is 1."""
         num_rows = self.g_RK.shape[0]
         row_R1 = jax.lax.broadcasted_iota(jnp.int32, (num_rows, 1), 0)
-        last_RK = jnp.where(row_R1 == num_rows - 1, self._tile_sums(), 0.0)
+        last_RK = jnp.where(row_R1 == num_rows - 1, self._shifted_sums(), 0.0)
         return jnp.sum(last_RK, axis=0, keepdims=True)
 
-    def _tile_sums(self) -> jax.Array:
+    def _shifted_sums(self) -> jax.Array:
         if self._sums is None:
-            self._sums = self.span(self.masks.splits[self.num_splits - 1])
+            # What the product starts from, where it costs nothing.
+            self._sums = self.span(self.masks.splits[self.num_splits - 1]) + self._shift
         return self._sums
 
     def _tile_factors(self) -> tuple[jax.Array, jax.Array]:
         if self._tile is None:
-            summed_RK = self._tile_sums()
             if 2 * self._shift < 127:
+                summed_RK = self.span(self.masks.splits[self.num_splits - 1])
                 scale = 2.0**self._shift  # behind the exponential, where it costs no bits
                 self._tile = self.exp2(summed_RK) * scale, self.exp2(-summed_RK) / scale
             else:
-                exponents = summed_RK + self._shift, -self._shift - summed_RK
-                self._tile = self.exp2(exponents[0]), self.exp2(exponents[1])
+                shifted_RK = self._shifted_sums()
+                self._tile = self.exp2(shifted_RK), self.exp2(-shifted_RK)
         return self._tile
 
     def accumulate(self, add: Callable[[Split, Carry], Carry], carry: Carry) -> Carry:

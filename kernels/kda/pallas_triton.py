@@ -283,8 +283,6 @@ def _backward(plan: Plan, kept: Kept | KdaInputs, cotangents: tuple) -> tuple:
         _, kept = _run(plan, inputs, plan.narrow)
     inputs, factors, solved, pieces, o_BTHV, prepared, states_XNVK, missing_XNVC = kept
     do_BTHV, d_state_BHKV = cotangents
-    plan = dataclasses.replace(plan, most_log_tile=4)  # nothing bounds a cotangent
-    tokens = _tokens(plan, inputs, plan.num_rows)
     num_heads, chunks = inputs.v_BTHV.shape[2], _piece_chunks(plan, inputs)
     span = Span(chunks, 0)
     if prepared is None:
@@ -293,6 +291,8 @@ def _backward(plan: Plan, kept: Kept | KdaInputs, cotangents: tuple) -> tuple:
         _, _, states_XNVK, missing_XNVC = scan(
             plan, span, num_heads, x, pieces.states, keep_states=plan.narrow, keep_missing=True
         )
+    plan = dataclasses.replace(plan, most_log_tile=4)  # nothing bounds a cotangent
+    tokens = _tokens(plan, inputs, plan.num_rows)
     x = _stream(plan, inputs, prepared, solved, do_BTHV)
     d_states = leaving_gradients(plan, chunks, num_heads, x, pieces.maps, _chains(d_state_BHKV))
     reversed_ = reverse(plan, span, num_heads, x, d_states, keep_gradients=True)

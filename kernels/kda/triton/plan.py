@@ -100,17 +100,17 @@ class Plan:
             return self.row_sums(g_RK)
         if self.options.tile_bound is None:
             g_RK = jnp.maximum(g_RK, -3e4)  # float16 ends at 65504, a product of decays long before
-        return partial(self._masked_sums, [(g_RK * self.span_scale).astype(jnp.float16)])
+        return partial(self._masked_sums, [g_RK.astype(jnp.float16)])
 
     @property
-    def span_scale(self) -> float:
-        """A power of 2 that log-decays are multiplied by, and masks divided by, in float16.
+    def decay_unit(self) -> float:
+        """The power of 2 that log-decays come in multiples of, and that masks of them hold.
 
         It takes bounded ones up to where float16 ends: the weakest, which only a long sequence
         adds up, keep their 11 bits.
         """
         bounded = self.narrow == jnp.bfloat16 and not self.interpret and self.bound
-        return 2.0 ** math.floor(math.log2(65504 / -self.bound)) if bounded else 1.0
+        return 2.0 ** math.ceil(math.log2(-self.bound / 65504)) if bounded else 1.0
 
     def _masked_sums(self, parts: list[jax.Array], mask_RR: jax.Array) -> jax.Array:
         return reduce(jnp.add, [self.dot(mask_RR, part) for part in parts])
@@ -122,8 +122,7 @@ class Plan:
             spans = jnp.float16 if self.narrow == jnp.bfloat16 else jnp.bfloat16
             types = chunk.Masks(spans, spans, jnp.bfloat16)
         splits, sums, vjps = chunk.masks(num_rows, self.log_tile)
-        unscale = 1.0 / self.span_scale
-        arrays = chunk.Masks(splits * unscale, sums * unscale, vjps)
+        arrays = chunk.Masks(splits * self.decay_unit, sums * self.decay_unit, vjps)
         return chunk.Masks(*(jnp.asarray(a, t) for a, t in zip(arrays, types, strict=True)))
 
     @property
@@ -132,7 +131,8 @@ class Plan:
         return LOG2E * (self.options.tile_bound or 0.0)
 
     def decays(self, g_RK: jax.Array, masks: chunk.Masks) -> chunk.Decays:
-        return chunk.Decays(g_RK, masks, self.bound, self.log_tile, self.spans, self.exp2)
+        tile = self.bound, self.log_tile
+        return chunk.Decays(g_RK, masks, self.decay_unit, *tile, self.spans, self.exp2)
 
     def exp2(self, x: jax.Array) -> jax.Array:
         return jnp.exp2(x) if self.interpret else _approximate("ex2", x)

@@ -171,13 +171,13 @@ def _solve(
     scratch: jax.Array,
 ) -> None:
     unshift = chunk.start_factor(plan.half, plan.bound, plan.log_tile)
-    of_q, of_k = (x._replace(across=unshift * x.across) for x in scores)
+    scores = tuple(x._replace(across=unshift * x.across) for x in scores)
     first, second = (
-        chunk.cut(of_q[n], of_k[n], own_R1) for n, own_R1 in zip((0, 2), owns, strict=True)
+        chunk.cut(*(x[n] for x in scores), own_R1) for n, own_R1 in zip((0, 2), owns, strict=True)
     )
     same = [together(tokens, *(halves[half].rows for half in block)) for block in BLOCKS]
     p, of_k = (
-        Halves(*map(keep, same, (first[n], of.across, second[n]))) for n, of in enumerate((of_q, of_k))
+        Halves(*map(keep, same, (first[n], x.across, second[n]))) for n, x in enumerate(scores)
     )
     betas = [factors.beta[rows.rows] for rows in halves]
     lower = Halves(

@@ -76,7 +76,7 @@ class Channels(NamedTuple):
 
     q_RK: jax.Array  # normalised and scaled
     k_RK: jax.Array
-    g_RK: jax.Array  # log-decay, base 2
+    g_RK: jax.Array  # log-decay, base 2, in multiples of plan.decay_unit
 
 
 def valid_rows(plan: Plan, x: Tokens, rows: pl.Slice) -> jax.Array | None:
@@ -171,13 +171,14 @@ def _opening(plan: Plan, rows: Rows, gate: Gate, gate_RK: jax.Array) -> jax.Arra
 
 
 def log_decay(plan: Plan, rows: Rows, gate: Gate, gate_RK: jax.Array) -> jax.Array:
-    """Base 2."""
+    """Base 2, in multiples of plan.decay_unit."""
+    natural = LOG2E / plan.decay_unit
     if plan.options.gate_kind == "bounded":
-        return plan.options.lower_bound * LOG2E * _opening(plan, rows, gate, gate_RK)
+        return (natural * plan.options.lower_bound) * _opening(plan, rows, gate, gate_RK)
     z_RK = _biased(plan, rows, gate, gate_RK)
     if plan.options.gate_kind == "softplus":
-        return (-LOG2E * gate.rate) * jax.nn.softplus(z_RK)
-    return LOG2E * z_RK
+        return (-natural * gate.rate) * jax.nn.softplus(z_RK)
+    return natural * z_RK
 
 
 def log_decay_vjp(
@@ -186,7 +187,7 @@ def log_decay_vjp(
     """The gradient of z, and every entry's part of that of a_log; dg: of the natural log-decay."""
     z_RK, rate = _biased(plan, rows, gate, gate_RK), gate.rate
     if plan.options.gate_kind == "bounded":
-        open_RK = _opening(plan, rows, gate, gate_RK)
+        open_RK = plan.sigmoid(rate * z_RK)
         dz_RK = dg_RK * ((plan.options.lower_bound * rate) * (open_RK * (1.0 - open_RK)))
         return dz_RK, dz_RK * z_RK
     if plan.options.gate_kind == "softplus":
