@@ -1,7 +1,7 @@
 """A chunk's inputs as they come into a Triton program of KDA.
 
 Letters: B batch, T time, H value heads, K key dim, N chunks, C chunk rows, R some of them, X chains
-(B x H).
+(B x H), L threads of a row.
 """
 
 from typing import NamedTuple
@@ -15,6 +15,7 @@ from kernels.kda.gates import L2_NORM_EPS, MAX_A_LOG
 from kernels.kda.triton.plan import LOG2E, MEASURE_PART, Plan, for_parts, head_spec, keep, made_once
 
 SMALLEST_BETA = 1e-25
+THREAD_CHANNELS = 8  # that a thread loads at once, if bfloat16
 
 
 class Tokens(NamedTuple):
@@ -96,12 +97,16 @@ def measure_rows(plan: Plan, x: Tokens, factors: RowFactors) -> jax.Array:
         q_CK, k_CK = (keep(valid_C1, r[:, part].astype(plan.wide)) for r in (x.q, x.k))
         pairs = (q_CK, q_CK), (k_CK, k_CK), (q_CK, k_CK)
         return tuple(
-            total_C + jnp.sum(a_CK * b_CK, axis=1)
-            for total_C, (a_CK, b_CK) in zip(sums, pairs, strict=True)
+            total_CL + jnp.sum((a_CK * b_CK).reshape(*zeros_CL.shape, -1), axis=2)
+            for total_CL, (a_CK, b_CK) in zip(sums, pairs, strict=True)
         )
 
-    zeros_C = jnp.zeros((plan.num_rows,), plan.wide)
-    qq_C, kk_C, qk_C = for_parts(x.q.shape[-1], MEASURE_PART, products, (zeros_C,) * 3)
+    key_dim = x.q.shape[-1]
+    # A thread's channels are summed up at once, and sums of threads at the end.
+    lanes = min(MEASURE_PART, key_dim) // THREAD_CHANNELS
+    zeros_CL = jnp.zeros((plan.num_rows, lanes), plan.wide)
+    sums = for_parts(key_dim, MEASURE_PART, products, (zeros_CL,) * 3)
+    qq_C, kk_C, qk_C = (jnp.sum(x_CL, axis=1) for x_CL in sums)
     own_C = plan.options.scale * qk_C
     if factors.scales is not None:
         q_rstd_C, k_rstd_C = (jax.lax.rsqrt(xx_C + L2_NORM_EPS) for xx_C in (qq_C, kk_C))
