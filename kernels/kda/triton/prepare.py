@@ -27,10 +27,12 @@ from kernels.kda.triton.plan import (
     for_parts,
     half_rows,
     keep,
+    made_once,
     synchronize,
     varying_like,
 )
 from kernels.kda.triton.tokens import (
+    Raw,
     RowFactors,
     Rows,
     Tokens,
@@ -87,7 +89,11 @@ def _prepare_kernel(
     owns = tuple(scratch[rows.rows, 0].reshape(-1, 1) for rows in halves)
     synchronize(plan)  # the scratch is written again
     zeros = Halves(*[jnp.zeros((plan.half, plan.half), plan.wide)] * 3)
-    keys = partial(_prepare_keys, plan, tokens, halves, out)
+
+    def keys(part: pl.Slice, scores: tuple[Halves, Halves]) -> tuple[Halves, Halves]:
+        raws = tuple(read_raw(tokens, rows.rows, part) for rows in halves)
+        return _prepare_keys(plan, tokens, halves, out, part, raws, scores)
+
     scores = for_parts(tokens.q.shape[-1], SOLVE_PART, keys, (zeros, zeros))
     _solve(plan, tokens, factors, halves, owns, scores, solved, scratch)
 
@@ -95,8 +101,20 @@ def _prepare_kernel(
 def _prepare_again_kernel(plan: Plan, tokens: Tokens, factors: RowFactors, out: Prepared) -> None:
     tokens = _with_masks_read(tokens)
     halves = tuple(read_rows(plan, tokens, half_rows(plan, n), factors) for n in range(2))
-    keys = partial(_prepare_keys, plan, tokens, halves, out)
-    for_parts(tokens.q.shape[-1], PREPARE_PART, keys, ())
+    key_dim = tokens.q.shape[-1]
+    size = min(PREPARE_PART, key_dim)
+    parts = key_dim // size
+
+    def read(n: int | jax.Array) -> tuple[Raw, Raw]:
+        return tuple(read_raw(tokens, rows.rows, pl.ds(n * size, size)) for rows in halves)
+
+    def step(n: jax.Array, raws: tuple[Raw, Raw]) -> tuple[Raw, Raw]:
+        ahead = read(jnp.minimum(n + 1, parts - 1))
+        raws = tuple(Raw(*map(made_once, raw)) for raw in raws)
+        _prepare_keys(plan, tokens, halves, out, pl.ds(n * size, size), raws, ())
+        return ahead
+
+    jax.lax.fori_loop(0, parts, step, read(0))
 
 
 def _with_masks_read(tokens: Tokens) -> Tokens:
@@ -114,13 +132,14 @@ def _prepare_keys(
     halves: tuple[Rows, Rows],
     out: Prepared,
     part: pl.Slice,
+    raws: tuple[Raw, Raw],
     scores: tuple[Halves, Halves] | tuple[()],
 ) -> tuple[Halves, Halves] | tuple[()]:
     """Writes the factors of a part of the key channels; adds its scores (of q, of k), if asked."""
     narrow = plan.narrow
     first, second = halves
     cuts = [read_cuts(tokens, rows.rows) for rows in halves]
-    gate, raws = read_gate(tokens, part), [read_raw(tokens, rows.rows, part) for rows in halves]
+    gate = read_gate(tokens, part)
 
     x = activate(plan, first, gate, raws[0])
     decays = plan.decays(x.g_RK, tokens.masks)
@@ -179,6 +198,7 @@ def _solve(
     p, of_k = (
         Halves(*map(keep, same, (first[n], x.across, second[n]))) for n, x in enumerate(scores)
     )
+    _write_blocks(plan, solved.p, halves, p)
     betas = [factors.beta[rows.rows] for rows in halves]
     lower = Halves(
         *(betas[row].reshape(-1, 1) * x for (row, _), x in zip(BLOCKS, of_k, strict=True))
@@ -187,11 +207,14 @@ def _solve(
     solve = (
         x * betas[column].reshape(1, -1) for (_, column), x in zip(BLOCKS, inverse, strict=True)
     )
-    zeros = jnp.zeros((plan.half, plan.half), plan.narrow)
-    for out, blocks in zip(solved, (p, solve), strict=True):
-        out[halves[0].rows, halves[1].rows] = zeros
-        for (row, column), x_RR in zip(BLOCKS, blocks, strict=True):
-            out[halves[row].rows, halves[column].rows] = x_RR.astype(plan.narrow)
+    _write_blocks(plan, solved.solve, halves, Halves(*solve))
+
+
+def _write_blocks(plan: Plan, out: jax.Array, halves: tuple[Rows, Rows], blocks: Halves) -> None:
+    first, second = halves
+    out[first.rows, second.rows] = jnp.zeros((plan.half, plan.half), plan.narrow)
+    for (row, column), x_RR in zip(BLOCKS, blocks, strict=True):
+        out[halves[row].rows, halves[column].rows] = x_RR.astype(plan.narrow)
 
 
 def prepare(plan: Plan, tokens: Tokens) -> tuple[Prepared, RowFactors, Solved]:
