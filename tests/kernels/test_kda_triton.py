@@ -156,6 +156,49 @@ def test_splits_cover_every_pair_once_and_look_back_only(num_rows, log_tile):
             assert not span[i, i + 1 :].any()
 
 
+@pytest.mark.parametrize("num_rows, log_tile", [(32, 5), (32, 4), (16, 4), (64, 4), (32, 0)])
+@pytest.mark.parametrize("weakest", [0.0, 0.999])
+def test_decay_factors_are_exact(num_rows, log_tile, weakest):
+    """Up to the strongest decay that the tile is for, in whatever multiples g comes."""
+    bound, unit = -5.0 * np.log2(np.e), 2.0**-13
+    g_RK = bound * (1 - weakest * np.random.default_rng(0).random((num_rows, 16)))
+    masks = chunk.masks(num_rows, log_tile)
+    masks = chunk.Masks(*(jnp.asarray(m, jnp.float32) for m in masks))
+    masks = masks._replace(splits=masks.splits * unit, sums=masks.sums * unit)
+    decays = chunk.Decays(
+        jnp.asarray(g_RK / unit, jnp.float32),
+        masks,
+        unit,
+        bound,
+        log_tile,
+        lambda x_RK: lambda mask_RR: jnp.matmul(mask_RR, x_RK, precision="highest"),
+        jnp.exp2,
+    )
+    through_RK, total_1K = np.cumsum(g_RK, axis=0), g_RK.sum(axis=0, keepdims=True)
+    shifted_RK = decays.from_start_shifted()
+    assert np.all(np.isfinite(shifted_RK))
+    want = {
+        "from_start": (decays.from_start(), through_RK),
+        "shifted": (np.float64(shifted_RK) * decays.start_factor, through_RK),
+        "to_end": (decays.to_end(), total_1K - through_RK),
+        "total": (decays.total(), total_1K),
+    }
+    for name, (got, exponent) in want.items():
+        # float32 ends at 2 ** -126, and keeps 2 ** -24 of an exponent.
+        np.testing.assert_allclose(got, np.exp2(exponent), 1e-4, 2.0**-126, err_msg=name)
+    np.testing.assert_allclose(decays.to_end()[-1], 1.0, 1e-6)
+
+
+@pytest.mark.parametrize("bound", [-1e-3, -0.5, -5.0, -7.0])
+def test_bounded_log_decays_fit_float16(bound):
+    options = KdaOptions("bounded", bound, True, True, 0.1, 64)
+    plan = Plan(options, 64, 1, jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32), interpret=False)
+    unit = plan.decay_unit
+    assert np.float16(unit) == unit
+    g = plan.bound * np.logspace(0, -5)
+    np.testing.assert_allclose(np.float16(g / unit) * np.float64(unit), g, 2.0**-11)
+
+
 @pytest.mark.parametrize("length", [1, 17, 31, 32, 33, 64])
 def test_no_future_token_reaches_the_past_in_bfloat16(length):
     """Tiles of 32 rows, which only bfloat16 takes: bit for bit, saturated gates included."""

@@ -26,7 +26,7 @@ Shapes = TypeVar("Shapes")  # a tree of jax.ShapeDtypeStruct
 LOG2E = math.log2(math.e)
 # Key channels of which a program holds tiles at a time: more, and registers spill. Measured on an
 # H200: with the scores to hold as well, without, and for the norms.
-SOLVE_PART, PREPARE_PART, MEASURE_PART = 16, 16, 64
+SOLVE_PART, PREPARE_PART, MEASURE_PART = 16, 64, 64
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,11 @@ class Plan:
         It takes bounded ones up to where float16 ends: the weakest, which only a long sequence
         adds up, keep their 11 bits.
         """
-        bounded = self.narrow == jnp.bfloat16 and not self.interpret and self.bound
-        return 2.0 ** math.ceil(math.log2(-self.bound / 65504)) if bounded else 1.0
+        if self.narrow != jnp.bfloat16 or self.interpret or not self.bound:
+            return 1.0
+        float16 = jnp.finfo(jnp.float16)
+        largest = math.ceil(math.log2(-self.bound / float(float16.max)))
+        return 2.0 ** max(largest, float16.minexp)
 
     def _masked_sums(self, parts: list[jax.Array], mask_RR: jax.Array) -> jax.Array:
         return reduce(jnp.add, [self.dot(mask_RR, part) for part in parts])

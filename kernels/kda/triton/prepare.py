@@ -27,12 +27,10 @@ from kernels.kda.triton.plan import (
     for_parts,
     half_rows,
     keep,
-    made_once,
     synchronize,
     varying_like,
 )
 from kernels.kda.triton.tokens import (
-    Raw,
     RowFactors,
     Rows,
     Tokens,
@@ -89,11 +87,7 @@ def _prepare_kernel(
     owns = tuple(scratch[rows.rows, 0].reshape(-1, 1) for rows in halves)
     synchronize(plan)  # the scratch is written again
     zeros = Halves(*[jnp.zeros((plan.half, plan.half), plan.wide)] * 3)
-
-    def keys(part: pl.Slice, scores: tuple[Halves, Halves]) -> tuple[Halves, Halves]:
-        raws = tuple(read_raw(tokens, rows.rows, part) for rows in halves)
-        return _prepare_keys(plan, tokens, halves, out, part, raws, scores)
-
+    keys = partial(_prepare_keys, plan, tokens, halves, out)
     scores = for_parts(tokens.q.shape[-1], SOLVE_PART, keys, (zeros, zeros))
     _solve(plan, tokens, factors, halves, owns, scores, solved, scratch)
 
@@ -101,20 +95,8 @@ def _prepare_kernel(
 def _prepare_again_kernel(plan: Plan, tokens: Tokens, factors: RowFactors, out: Prepared) -> None:
     tokens = _with_masks_read(tokens)
     halves = tuple(read_rows(plan, tokens, half_rows(plan, n), factors) for n in range(2))
-    key_dim = tokens.q.shape[-1]
-    size = min(PREPARE_PART, key_dim)
-    parts = key_dim // size
-
-    def read(n: int | jax.Array) -> tuple[Raw, Raw]:
-        return tuple(read_raw(tokens, rows.rows, pl.ds(n * size, size)) for rows in halves)
-
-    def step(n: jax.Array, raws: tuple[Raw, Raw]) -> tuple[Raw, Raw]:
-        ahead = read(jnp.minimum(n + 1, parts - 1))
-        raws = tuple(Raw(*map(made_once, raw)) for raw in raws)
-        _prepare_keys(plan, tokens, halves, out, pl.ds(n * size, size), raws, ())
-        return ahead
-
-    jax.lax.fori_loop(0, parts, step, read(0))
+    keys = partial(_prepare_keys, plan, tokens, halves, out)
+    for_parts(tokens.q.shape[-1], PREPARE_PART, keys, ())
 
 
 def _with_masks_read(tokens: Tokens) -> Tokens:
@@ -132,14 +114,13 @@ def _prepare_keys(
     halves: tuple[Rows, Rows],
     out: Prepared,
     part: pl.Slice,
-    raws: tuple[Raw, Raw],
     scores: tuple[Halves, Halves] | tuple[()],
 ) -> tuple[Halves, Halves] | tuple[()]:
     """Writes the factors of a part of the key channels; adds its scores (of q, of k), if asked."""
     narrow = plan.narrow
     first, second = halves
     cuts = [read_cuts(tokens, rows.rows) for rows in halves]
-    gate = read_gate(tokens, part)
+    gate, raws = read_gate(tokens, part), [read_raw(tokens, rows.rows, part) for rows in halves]
 
     x = activate(plan, first, gate, raws[0])
     decays = plan.decays(x.g_RK, tokens.masks)
@@ -231,14 +212,14 @@ def prepare(plan: Plan, tokens: Tokens) -> tuple[Prepared, RowFactors, Solved]:
         Solved(square, square),
         shape(rows, plan.half),
     )
-    return _call(plan, tokens, (), _prepare_kernel, out_shape, "kda_prepare")[:3]
+    return _call(plan, tokens, (), _prepare_kernel, out_shape, "kda_prepare", num_warps=2)[:3]
 
 
 def prepare_again(plan: Plan, tokens: Tokens, factors: RowFactors) -> Prepared:
     """What `prepare` says first, if the rest was kept."""
-    out_shape = (_prepared_shape(plan, tokens),)
+    out_shape, name = (_prepared_shape(plan, tokens),), "kda_prepare_again"
     kernel = _prepare_again_kernel
-    return _call(plan, tokens, (factors,), kernel, out_shape, "kda_prepare_again")[0]
+    return _call(plan, tokens, (factors,), kernel, out_shape, name, num_warps=4)[0]
 
 
 def _chunks(plan: Plan, tokens: Tokens) -> tuple[int, int]:
@@ -253,7 +234,13 @@ def _prepared_shape(plan: Plan, tokens: Tokens) -> Prepared:
 
 
 def _call(
-    plan: Plan, tokens: Tokens, x: tuple, kernel: Callable[..., None], out_shape: Shapes, name: str
+    plan: Plan,
+    tokens: Tokens,
+    x: tuple,
+    kernel: Callable[..., None],
+    out_shape: Shapes,
+    name: str,
+    num_warps: int,
 ) -> Shapes:
     """One program for every chunk of a chain."""
     batch, _, num_heads, _ = tokens.v.shape
@@ -268,7 +255,7 @@ def _call(
         in_specs=(token_specs(plan, tokens), *jax.tree.map(spec, x)),
         out_specs=jax.tree.map(spec, out_shape),
         out_shape=varying_like(tokens.q, out_shape),
-        compiler_params=plt.CompilerParams(num_warps=2, num_stages=3),
+        compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=3),
         interpret=plan.interpret,
         name=name,
     )(tokens, *x)

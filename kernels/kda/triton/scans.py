@@ -29,7 +29,7 @@ from kernels.kda.triton.prepare import Prepared, Solved
 PIECE_UNIT = 16
 # A piece costs more than it brings where there are so many already, or where it is shorter.
 # Measured on an H200.
-ENOUGH_PIECES, SHORTEST_PIECE = 128, 64
+ENOUGH_PIECES, SHORTEST_PIECE = 128, 32
 # Chains and pieces from which a program takes 128 value channels and not 64.
 WIDE_FROM = 96
 
