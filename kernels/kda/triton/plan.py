@@ -12,7 +12,6 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
@@ -150,19 +149,6 @@ class Plan:
             constraints="=r,f,f",
             pack=2,
             result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)],
-        )[0]
-
-    def times_power_of_two(self, x: jax.Array, factor: float) -> jax.Array:
-        """factor x in x's dtype, which is exact but for underflow."""
-        if factor == 1.0 or self.interpret or x.dtype != jnp.bfloat16:
-            return x if factor == 1.0 else (x.astype(self.wide) * factor).astype(x.dtype)
-        bits = int(np.float32(factor).view(np.uint32)) >> 16
-        return plt.elementwise_inline_asm(
-            f"{{ .reg .b32 f; mov.b32 f, {bits << 16 | bits:#x}; mul.rn.bf16x2 $0, $1, f; }}",
-            args=[x],
-            constraints="=r,r",
-            pack=2,
-            result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
         )[0]
 
     def sigmoid(self, x: jax.Array) -> jax.Array:

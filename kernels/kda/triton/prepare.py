@@ -129,7 +129,7 @@ def _prepare_keys(
         firsts = chunk.scores((of_q.first, of_k.first), x.q_RK, x.k_RK, decays, narrow, plan.dot)
     shifted_RK = decays.from_start_shifted()
     for array, x_RK in ((out.q_enter, x.q_RK), (out.k_enter, x.k_RK)):
-        enter_RK = plan.times_power_of_two((x_RK * shifted_RK).astype(narrow), decays.start_factor)
+        enter_RK = (x_RK * shifted_RK).astype(narrow) * decays.start_factor  # a power of 2
         array[first.rows, part] = keep(cuts[0] and cuts[0].enters_R1, enter_RK)
     to_border_RK, first_total_1K = x.k_RK * decays.to_end(), decays.total()
 
