@@ -212,14 +212,14 @@ def prepare(plan: Plan, tokens: Tokens) -> tuple[Prepared, RowFactors, Solved]:
         Solved(square, square),
         shape(rows, plan.half),
     )
-    return _call(plan, tokens, (), _prepare_kernel, out_shape, "kda_prepare", num_warps=2)[:3]
+    return _call(plan, tokens, (), _prepare_kernel, out_shape, "kda_prepare")[:3]
 
 
 def prepare_again(plan: Plan, tokens: Tokens, factors: RowFactors) -> Prepared:
     """What `prepare` says first, if the rest was kept."""
-    out_shape, name = (_prepared_shape(plan, tokens),), "kda_prepare_again"
+    out_shape = (_prepared_shape(plan, tokens),)
     kernel = _prepare_again_kernel
-    return _call(plan, tokens, (factors,), kernel, out_shape, name, num_warps=4)[0]
+    return _call(plan, tokens, (factors,), kernel, out_shape, "kda_prepare_again")[0]
 
 
 def _chunks(plan: Plan, tokens: Tokens) -> tuple[int, int]:
@@ -234,13 +234,7 @@ def _prepared_shape(plan: Plan, tokens: Tokens) -> Prepared:
 
 
 def _call(
-    plan: Plan,
-    tokens: Tokens,
-    x: tuple,
-    kernel: Callable[..., None],
-    out_shape: Shapes,
-    name: str,
-    num_warps: int,
+    plan: Plan, tokens: Tokens, x: tuple, kernel: Callable[..., None], out_shape: Shapes, name: str
 ) -> Shapes:
     """One program for every chunk of a chain."""
     batch, _, num_heads, _ = tokens.v.shape
@@ -255,7 +249,7 @@ def _call(
         in_specs=(token_specs(plan, tokens), *jax.tree.map(spec, x)),
         out_specs=jax.tree.map(spec, out_shape),
         out_shape=varying_like(tokens.q, out_shape),
-        compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=3),
+        compiler_params=plt.CompilerParams(num_warps=2, num_stages=3),
         interpret=plan.interpret,
         name=name,
     )(tokens, *x)
