@@ -95,6 +95,7 @@ def get_model() -> ConfigDict:
     kda.gate_rank = None  # rank of the decay gate; None: K
     kda.output_gate = "full"  # K3's full-rank output gate, or "low_rank"
     kda.chunk_size = 64  # rows of a chunk
+    kda.num_splits = None  # pieces of a sequence side by side on a GPU; None: by its shape
     kda.implementation = None  # None: the best for the platform
 
     model.mla = mla = ConfigDict()

@@ -46,6 +46,7 @@ class KDAConfig:
     gate_rank: int | None = None  # rank of the decay gate; None: key_dim
     output_gate: str = "full"  # K3's full-rank W_g, or Kimi Linear's low-rank one
     chunk_size: int = 64  # rows of a chunk of the WY form
+    num_splits: int | None = None  # pieces of a sequence side by side on a GPU; None: by its shape
     implementation: str | None = None  # of kernels.kda; None: the best for the platform
 
     def __post_init__(self) -> None:
@@ -60,6 +61,7 @@ class KDAConfig:
             "conv_size",
             "num_value_heads",
             "gate_rank",
+            "num_splits",
         )
         if self.chunk_size < 16 or self.chunk_size % 16:
             raise ValueError(

@@ -79,6 +79,7 @@ class KDALayer(nn.Module):
                 lower_bound=c.lower_bound if c.gate_kind == "bounded" else None,
                 segment_ids=segment_ids_BT,
                 chunk_size=c.chunk_size,
+                num_splits=c.num_splits,
                 # What is kept of a rematerialised layer is gone before the next layer's turn.
                 residuals="default" if config.remat == "none" else "full",
                 implementation=c.implementation,

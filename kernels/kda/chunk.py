@@ -115,7 +115,8 @@ class Decays:
         exp2: Exp2,
     ) -> None:
         self.g_RK, self.masks, self.unit, self.log_tile = g_RK, masks, unit, log_tile
-        self.exp2, self.span, self.num_splits = exp2, spans(g_RK), len(masks.splits)
+        self.exp2, self.span = exp2, spans(g_RK)
+        self.num_halvings = _num_halvings(g_RK.shape[0], log_tile)
         self._shift = _shift(bound, log_tile)
         self.start_factor = start_factor(g_RK.shape[0], bound, log_tile)
         self._sums: jax.Array | None = None
@@ -153,13 +154,13 @@ class Decays:
     def _shifted_sums(self) -> jax.Array:
         if self._sums is None:
             # What the product starts from, where it costs nothing.
-            self._sums = self.span(self.masks.splits[self.num_splits - 1]) + self._shift
+            self._sums = self.span(self.masks.splits[self.num_halvings]) + self._shift
         return self._sums
 
     def _tile_factors(self) -> tuple[jax.Array, jax.Array]:
         if self._tile is None:
             if 2 * self._shift < 127:
-                summed_RK = self.span(self.masks.splits[self.num_splits - 1])
+                summed_RK = self.span(self.masks.splits[self.num_halvings])
                 scale = 2.0**self._shift  # behind the exponential, where it costs no bits
                 self._tile = self.exp2(summed_RK) * scale, self.exp2(-summed_RK) / scale
             else:
@@ -174,19 +175,18 @@ class Decays:
         """
         num_rows = self.g_RK.shape[0]
         row_R1 = jax.lax.broadcasted_iota(jnp.int32, (num_rows, 1), 0)
-        num_halvings = _num_halvings(num_rows, self.log_tile)
 
         def halve(n: jax.Array, carry: Carry) -> Carry:
             near_RK = self.exp2(self.span(self.masks.splits[n]))
             odd_R1 = (row_R1 >> (num_rows.bit_length() - 2 - n)) % 2 == 1
             return add(Split(n, near_RK, near_RK, odd_R1), carry)
 
-        if num_halvings == 1:
+        if self.num_halvings == 1:
             carry = halve(0, carry)
-        elif num_halvings:
-            carry = jax.lax.fori_loop(0, num_halvings, halve, carry)
+        elif self.num_halvings:
+            carry = jax.lax.fori_loop(0, self.num_halvings, halve, carry)
         if self.log_tile:
-            carry = add(Split(num_halvings, *self._tile_factors(), None), carry)
+            carry = add(Split(self.num_halvings, *self._tile_factors(), None), carry)
         return carry
 
 
@@ -219,7 +219,7 @@ def scores(
         row_RK = column_RK if split.odd_R1 is not None else (k_RK * split.row_RK).astype(narrow)
         of_k_RR = dot(row_RK, column_RK, b_rows=True)
         of_q_RR = dot((q_RK * split.row_RK).astype(narrow), column_RK, b_rows=True)
-        if decays.num_splits > 1:
+        if decays.num_halvings:
             pairs_RR = pairs(q_RK.shape[0], decays.log_tile, split.number)
             # A select and not a product: entries outside the mask may have overflowed.
             of_q_RR, of_k_RR = (jnp.where(pairs_RR, x_RR, 0.0) for x_RR in (of_q_RR, of_k_RR))

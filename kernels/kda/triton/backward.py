@@ -181,13 +181,11 @@ def _grads_kernel(plan: Plan, tokens: Tokens, c: Chain, out: Gradients) -> None:
     d_own_C1 = solve.d_own[...].reshape(-1, 1)
     if solve.along is not None:
         along_q_C1, along_k_C1 = (solve.along[n, :].reshape(-1, 1) for n in range(2))
-    raw = Raw(*map(made_once, raw))
-    x = activate(plan, rows, gate, raw)
+    x = activate(plan, rows, gate, raw := Raw(*map(made_once, raw)))
     decays = plan.decays(x.g_RK, tokens.masks)
     from_start_CK = keep(cuts and cuts.enters_R1, decays.from_start())
     to_end_CK = keep(cuts and cuts.leaves_R1, decays.to_end())
-    d_enter_q_CK *= from_start_CK
-    d_enter_k_CK *= from_start_CK
+    d_enter_q_CK, d_enter_k_CK = (from_start_CK * d_CK for d_CK in (d_enter_q_CK, d_enter_k_CK))
     d_leave_CK *= to_end_CK
     # The diagonal of P, and what the normalisation takes back, here and not at the end: q and k
     # would be kept in a second layout for it.
@@ -221,8 +219,8 @@ def _grads_kernel(plan: Plan, tokens: Tokens, c: Chain, out: Gradients) -> None:
     dg_CK = made_once(keep(rows.valid_R1, dg_CK))
     dz_CK, of_a_log_CK = log_decay_vjp(plan, rows, gate, raw.gate_RK, dg_CK)
     out.gate[...] = dz_CK.astype(out.gate.dtype)
-    out.gate_params[0, :] = jnp.sum(dz_CK, axis=0)
-    out.gate_params[1, :] = jnp.sum(of_a_log_CK, axis=0)
+    for n, d_CK in enumerate((dz_CK, of_a_log_CK)):
+        out.gate_params[n, :] = jnp.sum(d_CK, axis=0)
 
 
 def _through_states(plan: Plan, rows: Rows, c: Chain) -> tuple[jax.Array, ...]:
