@@ -100,8 +100,8 @@ class Decays:
     log_tile: the pairs inside a tile of 2 ** log_tile rows take one product, for which half of the
     tile's log-decays, each above `bound`, must fit a float32 exponent, 126; 0 serves any g. Every
     exponent is a sum over a span of rows, never a difference of two longer sums: a strong decay
-    elsewhere costs a weak one no accuracy. Factors are made when asked for: a program cannot hold
-    all of them.
+    elsewhere costs a weak one no accuracy. (But for to_end where a wide tile has all rows: beside
+    bfloat16 it can spare that.) Factors are made when asked for: a program cannot hold all of them.
     """
 
     def __init__(
@@ -136,35 +136,36 @@ class Decays:
         """[R, K]: of the rows behind the row."""
         if self.start_factor == 1.0:
             return self.exp2(self.span(self.masks.sums[1]))
-        return self._tile_factors()[1] * self.exp2(self._shifted_total())
+        # Of the tile's own sums, so that it is 1 in the last row.
+        return self._tile_factors()[1] * self.exp2(self._tile_total() + self._shift)
 
     def total(self) -> jax.Array:
         """[1, K]: of all rows."""
         if self.start_factor == 1.0:
             return self.exp2(self.unit * jnp.sum(self.g_RK, axis=0, keepdims=True))
-        return self.exp2(self._shifted_total() - self._shift)
+        return self.exp2(self._tile_total())
 
-    def _shifted_total(self) -> jax.Array:
-        """From the exponents of the tile's factors, that to_end of the last row is 1."""
+    def _tile_total(self) -> jax.Array:
         num_rows = self.g_RK.shape[0]
         row_R1 = jax.lax.broadcasted_iota(jnp.int32, (num_rows, 1), 0)
-        last_RK = jnp.where(row_R1 == num_rows - 1, self._shifted_sums(), 0.0)
+        last_RK = jnp.where(row_R1 == num_rows - 1, self._tile_sums(), 0.0)
         return jnp.sum(last_RK, axis=0, keepdims=True)
 
-    def _shifted_sums(self) -> jax.Array:
+    def _tile_sums(self) -> jax.Array:
         if self._sums is None:
-            # What the product starts from, where it costs nothing.
-            self._sums = self.span(self.masks.splits[self.num_halvings]) + self._shift
+            self._sums = self.span(self.masks.splits[self.num_halvings])
         return self._sums
 
     def _tile_factors(self) -> tuple[jax.Array, jax.Array]:
         if self._tile is None:
+            summed_RK = self._tile_sums()
             if 2 * self._shift < 127:
-                summed_RK = self.span(self.masks.splits[self.num_halvings])
                 scale = 2.0**self._shift  # behind the exponential, where it costs no bits
                 self._tile = self.exp2(summed_RK) * scale, self.exp2(-summed_RK) / scale
             else:
-                shifted_RK = self._shifted_sums()
+                # Not what the product starts from: total would lose the weakest decays, which a
+                # long sequence adds up.
+                shifted_RK = summed_RK + self._shift
                 self._tile = self.exp2(shifted_RK), self.exp2(-shifted_RK)
         return self._tile
 

@@ -156,24 +156,32 @@ def test_splits_cover_every_pair_once_and_look_back_only(num_rows, log_tile):
             assert not span[i, i + 1 :].any()
 
 
-@pytest.mark.parametrize("num_rows, log_tile", [(32, 5), (32, 4), (16, 4), (64, 4), (32, 0)])
-@pytest.mark.parametrize("weakest", [0.0, 0.999])
-def test_decay_factors_are_exact(num_rows, log_tile, weakest):
-    """Up to the strongest decay that the tile is for, in whatever multiples g comes."""
+def decays_of(g_RK, log_tile):
+    """Of log-decays in float64 that come in float32, in multiples of something."""
     bound, unit = -5.0 * np.log2(np.e), 2.0**-13
-    g_RK = bound * (1 - weakest * np.random.default_rng(0).random((num_rows, 16)))
-    masks = chunk.masks(num_rows, log_tile)
+    masks = chunk.masks(len(g_RK), log_tile)
     masks = chunk.Masks(*(jnp.asarray(m, jnp.float32) for m in masks))
-    masks = masks._replace(splits=masks.splits * unit, sums=masks.sums * unit)
-    decays = chunk.Decays(
+    return chunk.Decays(
         jnp.asarray(g_RK / unit, jnp.float32),
-        masks,
+        masks._replace(splits=masks.splits * unit, sums=masks.sums * unit),
         unit,
         bound,
         log_tile,
         lambda x_RK: lambda mask_RR: jnp.matmul(mask_RR, x_RK, precision="highest"),
         jnp.exp2,
     )
+
+
+TILES = pytest.mark.parametrize("num_rows, log_tile", [(32, 5), (32, 4), (16, 4), (64, 4), (32, 0)])
+
+
+@TILES
+@pytest.mark.parametrize("weakest", [0.0, 0.999])
+def test_decay_factors_are_exact(num_rows, log_tile, weakest):
+    """Up to the strongest decay that the tile is for."""
+    g_RK = 1 - weakest * np.random.default_rng(0).random((num_rows, 16))
+    g_RK *= -5.0 * np.log2(np.e)
+    decays = decays_of(g_RK, log_tile)
     through_RK, total_1K = np.cumsum(g_RK, axis=0), g_RK.sum(axis=0, keepdims=True)
     shifted_RK = decays.from_start_shifted()
     assert np.all(np.isfinite(shifted_RK))
@@ -187,6 +195,14 @@ def test_decay_factors_are_exact(num_rows, log_tile, weakest):
         # float32 ends at 2 ** -126, and keeps 2 ** -24 of an exponent.
         np.testing.assert_allclose(got, np.exp2(exponent), 1e-4, 2.0**-126, err_msg=name)
     np.testing.assert_allclose(decays.to_end()[-1], 1.0, 1e-6)
+
+
+@TILES
+@pytest.mark.parametrize("g", [0.0, -1e-8, -1e-6, -1e-4])
+def test_the_weakest_decays_add_up(num_rows, log_tile, g):
+    """What a chunk does to the state, a million tokens do 16384 times: float32's last bits only."""
+    decays = decays_of(np.full((num_rows, 16), g), log_tile)
+    np.testing.assert_allclose(decays.total(), np.exp2(np.float64(num_rows * g)), 1.5e-7)
 
 
 @pytest.mark.parametrize("bound", [-1e-3, -0.5, -5.0, -7.0])
