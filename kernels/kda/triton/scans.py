@@ -13,7 +13,7 @@ Letters: B batch, T time, H value heads, K key dim, V value dim, N chunks, C chu
 (B x H), P pieces.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -321,8 +321,9 @@ def entering_states(
         identities_XPKK = jnp.broadcast_to(identity_KK, (chains, pieces - 2, key_dim, key_dim))
         linear = x._replace(values=None)
         maps_XPKK = scan(plan, Span(chunks, 1), num_heads, linear, identities_XPKK).state
-    between_XPKV = _fold(maps_XPKK, leaving_XPKV)
-    return Pieces(jnp.concatenate([state_XKV[:, None], between_XPKV], axis=1), maps_XPKK)
+    maps = [] if maps_XPKK is None else jnp.unstack(maps_XPKK, axis=1)
+    between = _chain(maps, jnp.unstack(leaving_XPKV, axis=1))
+    return Pieces(jnp.stack([state_XKV, *between], axis=1), maps_XPKK)
 
 
 def leaving_gradients(
@@ -341,24 +342,19 @@ def leaving_gradients(
     others = jnp.zeros_like(d_state_XKV, shape=(chains, pieces - 2, *d_state_XKV.shape[1:]))
     ends_XPKV = jnp.concatenate([others, d_state_XKV[:, None]], axis=1)
     span = Span(chunks, 1)
-    entering = reverse(plan, span, num_heads, x, ends_XPKV, keep_gradients=False).d_state
-    if maps_XPKK is not None:
-        maps_XPKK = jnp.flip(maps_XPKK, axis=1).swapaxes(-1, -2)
-    between_XPKV = jnp.flip(_fold(maps_XPKK, jnp.flip(entering, axis=1)), axis=1)
-    return jnp.concatenate([between_XPKV, d_state_XKV[:, None]], axis=1)
+    entering_XPKV = reverse(plan, span, num_heads, x, ends_XPKV, keep_gradients=False).d_state
+    maps = [] if maps_XPKK is None else jnp.unstack(maps_XPKK.swapaxes(-1, -2), axis=1)
+    between = _chain(maps[::-1], jnp.unstack(entering_XPKV, axis=1)[::-1])
+    return jnp.stack([*between[::-1], d_state_XKV], axis=1)
 
 
-def _fold(maps_XPKK: jax.Array | None, constants_XPKV: jax.Array) -> jax.Array:
-    """s_0 = constants_0, s_i = maps_{i - 1} s_{i - 1} + constants_i, in full precision."""
-    if maps_XPKK is None:
-        return constants_XPKV
+def _chain(maps: Sequence[jax.Array], constants: Sequence[jax.Array]) -> list[jax.Array]:
+    """s_0 = constants_0, s_i = maps_{i - 1} s_{i - 1} + constants_i, in full precision.
 
-    def step(state_XKV: jax.Array, piece: tuple) -> tuple:
-        map_XKK, constant_XKV = piece
-        product = jnp.matmul(map_XKK, state_XKV, precision=jax.lax.Precision.HIGHEST)
-        return (state_XKV := product + constant_XKV), state_XKV
-
-    first_XKV = constants_XPKV[:, 0]
-    pieces = maps_XPKK.swapaxes(0, 1), constants_XPKV[:, 1:].swapaxes(0, 1)
-    _, rest_PXKV = jax.lax.scan(step, first_XKV, pieces)
-    return jnp.concatenate([first_XKV[:, None], rest_PXKV.swapaxes(0, 1)], axis=1)
+    Not jax.lax.scan: these are few small products, and its loop would launch as many kernels again.
+    """
+    states = list(constants[:1])
+    for map_XKK, constant_XKV in zip(maps, constants[1:], strict=True):
+        product_XKV = jnp.matmul(map_XKK, states[-1], precision=jax.lax.Precision.HIGHEST)
+        states.append(product_XKV + constant_XKV)
+    return states
