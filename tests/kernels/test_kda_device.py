@@ -227,6 +227,19 @@ def test_errors_do_not_grow_with_time(check, dtype):
     assert all(errors[-1] <= 1.5 * errors[0] for errors in quarters.values()), quarters
 
 
+def test_the_weakest_decays_add_up(check, dtype):
+    """Over a long sequence in which nothing is written: the state that is left."""
+    inputs = finished_inputs(1, LONG, 1, 1, 64, 64)
+    inputs["beta"] = np.zeros_like(inputs["beta"])
+    run = jax.jit(partial(kda, **FINISHED))
+    for g in (0.0, -1e-6, -1e-5):
+        inputs["gate"] = np.full_like(inputs["gate"], g)
+        arrays = as_arrays(rounded(inputs, dtype), dtype)
+        left = np.exp(LONG * np.float64(arrays["gate"][0, 0, 0, 0])) * inputs["initial_state"]
+        got = {"final_state": np.asarray(run(**arrays)[1])}
+        check("weakest", got, {"final_state": left}, {"final_state": 5e-4})
+
+
 @pytest.fixture
 def check_equal(record_property, dtype):
     """Records the errors of a family that promises none, and asks for equal bits."""
