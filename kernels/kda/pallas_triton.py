@@ -188,7 +188,7 @@ def _chains(x_BHKV: jax.Array) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _kda(plan: Plan, inputs: KdaInputs) -> tuple[jax.Array, jax.Array]:
-    return _run(plan, inputs, None)[0]
+    return _run(plan, inputs, False, None)[0]
 
 
 def _stream(
@@ -197,7 +197,7 @@ def _stream(
     minus_one_CC = -jnp.eye(plan.num_rows, dtype=plan.narrow)
     values_BNCHV = _chunked(plan, values_BTHV)
     _, minus_one_CC = vary_together(values_BNCHV, minus_one_CC)
-    return Stream(prepared, solved, values_BNCHV, inputs.lengths_B, minus_one_CC)
+    return Stream(prepared, solved, values_BNCHV, inputs.lengths_B, minus_one_CC, None)
 
 
 class Kept(NamedTuple):
@@ -208,9 +208,9 @@ class Kept(NamedTuple):
     solved: Solved
     pieces: Pieces
     o_BTHV: jax.Array
+    missing_XNVC: jax.Array
     prepared: Prepared | None
     states_XNVK: jax.Array | None  # entering the chunks
-    missing_XNVC: jax.Array | None
 
 
 def _once(function: Callable[..., tuple]) -> Callable[..., tuple]:
@@ -222,14 +222,14 @@ def _once(function: Callable[..., tuple]) -> Callable[..., tuple]:
             "mode: use implementation='xla' for more"
         )
 
-    refusing = jax.custom_jvp(function, nondiff_argnums=(0, 2))
+    refusing = jax.custom_jvp(function, nondiff_argnums=(0, 2, 3))
     refusing.defjvp(refuse)
     return refusing
 
 
 @_once
-def _run(plan: Plan, inputs: KdaInputs, keep_states: jnp.dtype | None) -> tuple:
-    """Outputs, and what can be kept, states entering the chunks included on request."""
+def _run(plan: Plan, inputs: KdaInputs, keep_missing: bool, keep_states: jnp.dtype | None) -> tuple:
+    """Outputs, and what can be kept, some of it on request."""
     prepared, factors, solved = prepare(plan, _tokens(plan, inputs, plan.half))
     v_BTHV, state_BHKV = inputs.v_BTHV, inputs.initial_state_BHKV
     x = _stream(plan, inputs, prepared, solved, v_BTHV)
@@ -245,17 +245,17 @@ def _run(plan: Plan, inputs: KdaInputs, keep_states: jnp.dtype | None) -> tuple:
         pieces.states,
         o=o_dtype,
         keep_states=keep_states,
-        keep_missing=keep_states is not None,
+        keep_missing=keep_missing,
     )
     o_BTHV = scanned.o.reshape(v_BTHV.shape)
     state_BHKV = scanned.state[:, -1].reshape(state_BHKV.shape)
-    kept = Kept(inputs, factors, solved, pieces, o_BTHV, prepared, scanned.states, scanned.missing)
+    kept = Kept(inputs, factors, solved, pieces, o_BTHV, scanned.missing, prepared, scanned.states)
     return (o_BTHV.astype(v_BTHV.dtype), state_BHKV), kept
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _kda_states(plan: Plan, inputs: KdaInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
-    (o_BTHV, state_BHKV), kept = _run(plan, inputs, plan.wide)
+    (o_BTHV, state_BHKV), kept = _run(plan, inputs, False, plan.wide)
     return o_BTHV, state_BHKV, kept.states_XNVK
 
 
@@ -271,26 +271,28 @@ _kda_states.defvjp(_no_gradient, _no_gradient)
 
 def _forward(plan: Plan, inputs: KdaInputs) -> tuple:
     if plan.options.residuals == "full":
-        return _run(plan, inputs, plan.narrow)
-    outputs, kept = _run(plan, inputs, None)
-    return outputs, inputs if plan.options.residuals == "lean" else kept._replace(prepared=None)
+        return _run(plan, inputs, True, plan.narrow)
+    if plan.options.residuals == "lean":
+        return _run(plan, inputs, False, None)[0], inputs
+    outputs, kept = _run(plan, inputs, True, None)
+    return outputs, kept._replace(prepared=None)
 
 
 def _backward(plan: Plan, kept: Kept | KdaInputs, cotangents: tuple) -> tuple:
     if plan.options.residuals == "lean":
         # Behind the cotangents, or XLA would find the forward pass's results and keep them.
         inputs, cotangents = jax.lax.optimization_barrier((kept, cotangents))
-        _, kept = _run(plan, inputs, plan.narrow)
-    inputs, factors, solved, pieces, o_BTHV, prepared, states_XNVK, missing_XNVC = kept
+        _, kept = _run(plan, inputs, True, plan.narrow)
+    inputs, factors, solved, pieces, o_BTHV, missing_XNVC, prepared, states_XNVK = kept
     do_BTHV, d_state_BHKV = cotangents
     num_heads, chunks = inputs.v_BTHV.shape[2], _piece_chunks(plan, inputs)
     span = Span(chunks, 0)
     if prepared is None:
         prepared = prepare_again(plan, _tokens(plan, inputs, plan.half), factors)
         x = _stream(plan, inputs, prepared, solved, inputs.v_BTHV)
-        _, _, states_XNVK, missing_XNVC = scan(
-            plan, span, num_heads, x, pieces.states, keep_states=plan.narrow, keep_missing=True
-        )
+        x = x._replace(values=None, missing=missing_XNVC)
+        scanned = scan(plan, span, num_heads, x, pieces.states, keep_states=plan.narrow)
+        states_XNVK = scanned.states
     plan = dataclasses.replace(plan, most_log_tile=4)  # nothing bounds a cotangent
     tokens = _tokens(plan, inputs, plan.num_rows)
     x = _stream(plan, inputs, prepared, solved, do_BTHV)

@@ -42,6 +42,7 @@ class Stream(NamedTuple):
     values: jax.Array | None  # [B, N, C, H, V]: v, or the gradient of o; None for zeros
     lengths: jax.Array | None
     minus_one: jax.Array  # [C, C]: the negative identity
+    missing: jax.Array | None  # as in Scanned, if a scan before has left it
 
 
 class Span(NamedTuple):
@@ -116,12 +117,15 @@ def _scan_kernel(
         state_narrow_VK = state_VK.astype(narrow)
         if out.states is not None:
             out.states[chain, n, values, :] = state_VK.astype(out.states.dtype)
-        less_VC = plan.dot(state_narrow_VK, prepared.k_enter[chain, n], b_rows=True)
-        if x.values is not None:
-            # A product transposes v; Triton's own way meets conflicts between memory banks.
-            v_CV = _read_values(plan, x, share, n).astype(narrow)
-            less_VC += plan.dot(v_CV, x.minus_one[...], a_columns=True)
-        missing_VC = (-less_VC).astype(narrow)
+        if x.missing is not None:
+            missing_VC = x.missing[chain, n, values, :]
+        else:
+            less_VC = plan.dot(state_narrow_VK, prepared.k_enter[chain, n], b_rows=True)
+            if x.values is not None:
+                # A product transposes v; Triton's own way meets conflicts between memory banks.
+                v_CV = _read_values(plan, x, share, n).astype(narrow)
+                less_VC += plan.dot(v_CV, x.minus_one[...], a_columns=True)
+            missing_VC = (-less_VC).astype(narrow)
         if out.missing is not None:
             out.missing[chain, n, values, :] = missing_VC
         v_new_VC = plan.dot(missing_VC, solved.solve[chain, n], b_rows=True).astype(narrow)
@@ -237,7 +241,7 @@ def scan(
         states=shape(keep_states, *chunks, value_dim, key_dim),
         missing=shape(plan.narrow if keep_missing else None, *chunks, value_dim, plan.num_rows),
     )
-    reads = (2, 1) if o is None else (3, 2)
+    reads = (1 if x.missing is not None else 2, 1) if o is None else (3, 2)
     if x.values is not None:
         reads = reads[0], reads[1] + 1  # minus_one
     kept_bytes = 0 if keep_states is None else jnp.dtype(keep_states).itemsize
