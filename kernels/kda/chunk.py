@@ -78,9 +78,9 @@ def _shift(bound: float, log_tile: int) -> float:
 
 
 def start_factor(num_rows: int, bound: float, log_tile: int) -> float:
-    """What Decays.from_start_shifted lacks: not 1 where its tile has all rows and is a wide one."""
-    shift = _shift(bound, log_tile)
-    return 2.0**-shift if 1 << log_tile == num_rows and 2 * shift >= 127 else 1.0
+    """What Decays.from_start_shifted lacks: not 1 where one tile of 32 rows has all of them."""
+    wide = 1 << log_tile == num_rows and log_tile > 4
+    return 2.0 ** -_shift(bound, log_tile) if wide else 1.0
 
 
 class Split(NamedTuple):

@@ -20,6 +20,7 @@ from tests.kernels.kda_cases import (
     assert_close,
     cotangents,
     evaluate,
+    finished_inputs,
     first_tokens,
     prefix_cotangent,
     random_inputs,
@@ -156,16 +157,16 @@ def test_splits_cover_every_pair_once_and_look_back_only(num_rows, log_tile):
             assert not span[i, i + 1 :].any()
 
 
-def decays_of(g_RK, log_tile):
+def decays_of(g_RK, log_tile, lower_bound=-5.0):
     """Of log-decays in float64 that come in float32, in multiples of something."""
-    bound, unit = -5.0 * np.log2(np.e), 2.0**-13
+    unit = 2.0**-13
     masks = chunk.masks(len(g_RK), log_tile)
     masks = chunk.Masks(*(jnp.asarray(m, jnp.float32) for m in masks))
     return chunk.Decays(
         jnp.asarray(g_RK / unit, jnp.float32),
         masks._replace(splits=masks.splits * unit, sums=masks.sums * unit),
         unit,
-        bound,
+        lower_bound * np.log2(np.e),
         log_tile,
         lambda x_RK: lambda mask_RR: jnp.matmul(mask_RR, x_RK, precision="highest"),
         jnp.exp2,
@@ -176,12 +177,15 @@ TILES = pytest.mark.parametrize("num_rows, log_tile", [(32, 5), (32, 4), (16, 4)
 
 
 @TILES
+@pytest.mark.parametrize("lower_bound", [-5.0, -0.5, pytest.param(-5.5, id="for 16 rows at most")])
 @pytest.mark.parametrize("weakest", [0.0, 0.999])
-def test_decay_factors_are_exact(num_rows, log_tile, weakest):
+def test_decay_factors_are_exact(num_rows, log_tile, lower_bound, weakest):
     """Up to the strongest decay that the tile is for."""
+    if log_tile == 5:
+        lower_bound = max(lower_bound, -5.0)
     g_RK = 1 - weakest * np.random.default_rng(0).random((num_rows, 16))
-    g_RK *= -5.0 * np.log2(np.e)
-    decays = decays_of(g_RK, log_tile)
+    g_RK *= lower_bound * np.log2(np.e)
+    decays = decays_of(g_RK, log_tile, lower_bound)
     through_RK, total_1K = np.cumsum(g_RK, axis=0), g_RK.sum(axis=0, keepdims=True)
     shifted_RK = decays.from_start_shifted()
     assert np.all(np.isfinite(shifted_RK))
@@ -213,6 +217,31 @@ def test_bounded_log_decays_fit_float16(bound):
     assert np.float16(unit) == unit
     g = plan.bound * np.logspace(0, -5)
     np.testing.assert_allclose(np.float16(g / unit) * np.float64(unit), g, 2.0**-11)
+
+
+def test_steep_gates_keep_their_accuracy():
+    """The bias cancels most of the raw gate before a large rate multiplies the rest."""
+    inputs, rate = random_inputs(1, 70, 1, 1, 16, 16), np.exp(10.0)
+    inputs["a_log"] = np.log(rate) * np.ones_like(inputs["a_log"])
+    inputs["dt_bias"] = -3.0 * np.ones_like(inputs["dt_bias"])
+    inputs["gate"] = 3.0 + inputs["gate"] / rate
+    inputs = rounded(inputs, jnp.float32)
+    assert_close(evaluate("pallas_triton", inputs, jnp.float32), truth(inputs), 1e-5)
+
+
+def test_the_smallest_log_decay_masks():
+    """What people fill masks with forgets as -1000 does."""
+    inputs = finished_inputs(1, 70, 1, 1, 16, 16)
+    hidden = np.random.default_rng(3).random(inputs["gate"].shape) < 0.5
+    options = {"gate_kind": "log_decay", "beta_is_logit": False, "lower_bound": None}
+    want, got = (
+        evaluate("pallas_triton", inputs | {"gate": gate}, jnp.float32, **options)
+        for gate in (
+            np.where(hidden, mask, inputs["gate"]) for mask in (-1000.0, np.finfo(np.float32).min)
+        )
+    )
+    for name in want:
+        np.testing.assert_array_equal(got[name], want[name], err_msg=name)
 
 
 @pytest.mark.parametrize("length", [1, 17, 31, 32, 33, 64])

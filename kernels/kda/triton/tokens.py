@@ -168,22 +168,21 @@ def _biased(plan: Plan, rows: Rows, gate: Gate, gate_RK: jax.Array) -> jax.Array
     return keep(rows.valid_R1, gate_RK.astype(plan.wide)) + gate.bias_1K
 
 
-def _opening(plan: Plan, rows: Rows, gate: Gate, gate_RK: jax.Array) -> jax.Array:
-    """sigmoid(rate (gate + bias)), so that an entry takes one fused multiply-add."""
-    slope = -LOG2E * gate.rate
-    gate_RK = keep(rows.valid_R1, gate_RK.astype(plan.wide))
-    return plan.logistic(slope * gate_RK + slope * gate.bias_1K)
+def _opening(plan: Plan, gate: Gate, z_RK: jax.Array) -> jax.Array:
+    """sigmoid(rate z)."""
+    return plan.logistic((-LOG2E * gate.rate) * z_RK)
 
 
 def log_decay(plan: Plan, rows: Rows, gate: Gate, gate_RK: jax.Array) -> jax.Array:
     """Base 2, in multiples of plan.decay_unit."""
-    natural = LOG2E / plan.decay_unit
+    natural, z_RK = LOG2E / plan.decay_unit, _biased(plan, rows, gate, gate_RK)
     if plan.options.gate_kind == "bounded":
-        return (natural * plan.options.lower_bound) * _opening(plan, rows, gate, gate_RK)
-    z_RK = _biased(plan, rows, gate, gate_RK)
+        return (natural * plan.options.lower_bound) * _opening(plan, gate, z_RK)
     if plan.options.gate_kind == "softplus":
         return (-natural * gate.rate) * jax.nn.softplus(z_RK)
-    return natural * z_RK
+    # Finite in float16 too, also of a caller who masks by the smallest number, or who breaks the
+    # promise of lower_bound a little.
+    return jnp.maximum(natural * z_RK, -float(jnp.finfo(jnp.float16).max))
 
 
 def log_decay_vjp(
@@ -192,7 +191,7 @@ def log_decay_vjp(
     """The gradient of z, and every entry's part of that of a_log; dg: of the natural log-decay."""
     z_RK, rate = _biased(plan, rows, gate, gate_RK), gate.rate
     if plan.options.gate_kind == "bounded":
-        open_RK = plan.sigmoid(rate * z_RK)
+        open_RK = _opening(plan, gate, z_RK)
         dz_RK = dg_RK * ((plan.options.lower_bound * rate) * (open_RK * (1.0 - open_RK)))
         return dz_RK, dz_RK * z_RK
     if plan.options.gate_kind == "softplus":
