@@ -91,12 +91,12 @@ def kda(
       num_splits: into how many pieces "pallas_triton" cuts the sequence, to run them side by side;
         their length is a multiple of 16 chunks, so there may be fewer. None chooses by the shapes.
         Changes speed and rounding only, and other implementations do not read it.
-      residuals: what "pallas_triton" keeps for the backward pass. "default": the inputs, o,
-        what enters the pieces, the scores and solves of the chunks, and what their states miss of v
-        (these 512 bytes a token and head in bfloat16 at K = V = 128); "lean": the inputs, at the
-        price of one more forward pass; "full": also what the scan reads, and the states that enter
-        the chunks (1280 bytes more), for the fastest backward pass. Under jax.remat nothing is kept
-        for long, so take "full".
+      residuals: what "pallas_triton" keeps for the backward pass. "default": the inputs, o, what
+        enters the pieces and the maps between them, norms, and of every chunk its scores, its solve
+        and v - k exp(G) S (the last three 512 bytes a token and head in bfloat16 at K = V = 128);
+        "lean": the inputs, at the price of one more forward pass; "full": also what the scan reads,
+        and the states that enter the chunks (1280 bytes more), for the fastest backward pass. Under
+        jax.remat nothing is kept for long, so take "full".
       states_every: also return the states that enter tokens 0, n, 2 n, ... of this n, a multiple of
         64: for prefix caches. Then "pallas_triton" has no gradient.
       implementation: "reference" (token recurrence, the oracle), "xla" (chunked, pure JAX),

@@ -6,14 +6,14 @@ Forward, two kernels:
   scan     per tile of V, chunk after chunk: v_new = T (v - k exp(G) S), o, S'.
 Backward, five launches:
   prepare    again, without the norms, P and T, which were kept.
-  scan       again, for the entering states and what T solves for.
+  scan       again, for the states that enter the chunks, from what T solved for.
   reverse    per tile of V, last chunk first: the gradients of v_new and of the leaving states.
   solve_vjp  per chunk: what needs the value channels only, dv and dbeta among it.
   grads      per chunk and part of K: dq, dk and dgate, down to the raw inputs.
 Where chains are few, pieces of a sequence are scanned side by side (scans.py): one or two scans
-more forward, one more reverse. Kept for the backward: the inputs, norms, o, P, T, and the states
-and maps of the pieces; "full", also what makes the first two launches needless; "lean", the inputs
-alone, and then the forward kernels run once more instead.
+more forward, one more reverse. Kept for the backward: the inputs, norms, o, P, T, v - k exp(G) S,
+and the states and maps of the pieces; "full", also what makes the first two launches needless;
+"lean", the inputs alone, and then the forward kernels run once more instead.
 
 Off the GPU the kernels run in interpret mode, which also takes float64.
 
