@@ -23,8 +23,9 @@ _X6 = jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X6
 Carry = TypeVar("Carry")
 Shapes = TypeVar("Shapes")  # a tree of jax.ShapeDtypeStruct
 LOG2E = math.log2(math.e)
-# Key channels of which a program holds tiles at a time: more, and registers spill. Measured on an
-# H200: with the scores to hold as well, without, and for the norms.
+# Key channels of which a program holds tiles at a time: more, and registers spill; fewer, where
+# they come from memory for the first time, and it is read in pieces too short. Measured on an H200:
+# with the scores to hold as well, without, and for the norms.
 SOLVE_PART, PREPARE_PART, MEASURE_PART = 16, 64, 64
 
 

@@ -100,7 +100,7 @@ def _prepare_again_kernel(plan: Plan, tokens: Tokens, factors: RowFactors, out: 
 
 
 def _with_masks_read(tokens: Tokens) -> Tokens:
-    """Reads masks once: in every round of a loop they would wait for its stores."""
+    """Reads masks once (not many splits): in every round of a loop they wait for its stores."""
     splits, sums, _ = tokens.masks
     if splits.shape[0] == 1:
         splits = (splits[0],)
