@@ -11,9 +11,10 @@ Backward, five launches:
   solve_vjp  per chunk: what needs the value channels only, dv and dbeta among it.
   grads      per chunk and part of K: dq, dk and dgate, down to the raw inputs.
 Where chains are few, pieces of a sequence are scanned side by side (scans.py): one or two scans
-more forward, one more reverse. Kept for the backward: the inputs, norms, o, P, T, v - k exp(G) S,
-and the states and maps of the pieces; "full", also what makes the first two launches needless;
-"lean", the inputs alone, and then the forward kernels run once more instead.
+more forward, one more reverse, and a small kernel after each that links the pieces. Kept for the
+backward: the inputs, norms, o, P, T, v - k exp(G) S, and the states and maps of the pieces; "full",
+also what makes the first two launches needless; "lean", the inputs alone, and then the forward
+kernels run once more instead.
 
 Off the GPU the kernels run in interpret mode, which also takes float64.
 
@@ -37,6 +38,7 @@ from kernels.kda.triton.prepare import Prepared, Solved, prepare, prepare_again
 from kernels.kda.triton.scans import (
     Pieces,
     Span,
+    Start,
     Stream,
     entering_states,
     leaving_gradients,
@@ -239,10 +241,10 @@ def _run(plan: Plan, inputs: KdaInputs, keep_missing: bool, keep_states: jnp.dty
     o_dtype = v_BTHV.dtype if plan.narrow == jnp.bfloat16 else plan.wide
     scanned = scan(
         plan,
-        Span(chunks, 0),
+        Span(chunks, 0, pieces.states.shape[1]),
         num_heads,
         x,
-        pieces.states,
+        Start(pieces.states),
         o=o_dtype,
         keep_states=keep_states,
         keep_missing=keep_missing,
@@ -286,18 +288,18 @@ def _backward(plan: Plan, kept: Kept | KdaInputs, cotangents: tuple) -> tuple:
     inputs, factors, solved, pieces, o_BTHV, missing_XNVC, prepared, states_XNVK = kept
     do_BTHV, d_state_BHKV = cotangents
     num_heads, chunks = inputs.v_BTHV.shape[2], _piece_chunks(plan, inputs)
-    span = Span(chunks, 0)
+    span = Span(chunks, 0, pieces.states.shape[1])
     if prepared is None:
         prepared = prepare_again(plan, _tokens(plan, inputs, plan.half), factors)
         x = _stream(plan, inputs, prepared, solved, inputs.v_BTHV)
         x = x._replace(values=None, missing=missing_XNVC)
-        scanned = scan(plan, span, num_heads, x, pieces.states, keep_states=plan.narrow)
+        scanned = scan(plan, span, num_heads, x, Start(pieces.states), keep_states=plan.narrow)
         states_XNVK = scanned.states
     plan = dataclasses.replace(plan, most_log_tile=4)  # nothing bounds a cotangent
     tokens = _tokens(plan, inputs, plan.num_rows)
     x = _stream(plan, inputs, prepared, solved, do_BTHV)
     d_states = leaving_gradients(plan, chunks, num_heads, x, pieces.maps, _chains(d_state_BHKV))
-    reversed_ = reverse(plan, span, num_heads, x, d_states, keep_gradients=True)
+    reversed_ = reverse(plan, span, num_heads, x, Start(d_states), keep_gradients=True)
     x = ValueSide(o_BTHV, do_BTHV, missing_XNVC, reversed_.dv_new, solved.solve, factors.beta)
     solve = solve_vjp(plan, tokens, x)
     chain = Chain(

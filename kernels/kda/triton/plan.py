@@ -66,8 +66,12 @@ class Plan:
         *,
         a_columns: bool = False,
         b_rows: bool = False,
+        exact: bool = False,
     ) -> jax.Array:
-        """a b in the wide dtype, a or b transposed on request; of wide operands 16 bits count."""
+        """a b in the wide dtype, a or b transposed on request.
+
+        Of wide operands 16 bits count where others are bfloat16, unless exact: then all.
+        """
         contract = ((0 if a_columns else 1,), (1 if b_rows else 0,))
         product = partial(
             jax.lax.dot_general,
@@ -80,7 +84,7 @@ class Plan:
             return product(a, b, precision=jax.lax.Precision.HIGHEST)
         if a.dtype.itemsize == b.dtype.itemsize == 2:
             return product(a, b)
-        if self.narrow != jnp.bfloat16:
+        if exact or self.narrow != jnp.bfloat16:
             return product(a, b, precision=_X6)
         (a, *a_rest), (b, *b_rest) = (
             [x] if x.dtype.itemsize == 2 else _bfloat16_parts(x, 2) for x in (a, b)
@@ -98,8 +102,6 @@ class Plan:
         """As row_sums, for log-decays: float16's 2 ** -11 of each is enough beside bfloat16."""
         if self.narrow != jnp.bfloat16 or self.interpret:
             return self.row_sums(g_RK)
-        if self.options.tile_bound is None:
-            g_RK = jnp.maximum(g_RK, -3e4)  # float16 ends at 65504, a product of decays long before
         return partial(self._masked_sums, [g_RK.astype(jnp.float16)])
 
     @property

@@ -4,7 +4,7 @@
 Few chains leave most of the GPU idle, so a sequence can be cut into pieces that run side by side. A
 piece is an affine map of its entering state, S' = M S + N: N is a scan from zero and M a scan from
 the identity that writes nothing (fla calls the same maps KCP). The states between the pieces follow
-by products in float32.
+by products in float32, in a small kernel of their own, `link`.
 
 The state lies transposed in a program, [V, K]: then it and all that is made from it are first
 factors of products, which stay in registers.
@@ -13,7 +13,7 @@ Letters: B batch, T time, H value heads, K key dim, V value dim, N chunks, C chu
 (B x H), P pieces.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from kernels.kda.triton.plan import Plan, keep, varying_like
+from kernels.kda.triton.plan import Plan, for_parts, keep, synchronize, varying_like
 from kernels.kda.triton.prepare import Prepared, Solved
 
 # Chunks: the length of a piece is a multiple of it, whatever T is.
@@ -32,6 +32,8 @@ PIECE_UNIT = 16
 ENOUGH_PIECES, SHORTEST_PIECE = 128, 32
 # Chains and pieces from which a program takes 128 value channels and not 64.
 WIDE_FROM = 96
+# Value channels of a program of `link`, and key channels whose products it takes at a time.
+LINK_VALUES, LINK_PART = 32, 128
 
 
 class Stream(NamedTuple):
@@ -50,6 +52,14 @@ class Span(NamedTuple):
 
     chunks: int  # of a piece; the sequence's last may have fewer
     first: int
+    pieces: int
+
+
+class Start(NamedTuple):
+    """The states [X, P, K, V] before a scan's pieces. A dim of 1 stands for any X or P."""
+
+    states: jax.Array
+    only: int | None = None  # the piece that starts there, all others from zeros; None: all
 
 
 class Scanned(NamedTuple):
@@ -76,9 +86,17 @@ class Share(NamedTuple):
     count: int | jax.Array  # of its piece's chunks
 
 
+def _piece(span: Span) -> jax.Array:
+    return span.first + pl.program_id(2)
+
+
+def _read_start(span: Span, only: int | None, state_in: jax.Array) -> jax.Array:
+    return keep(None if only is None else _piece(span) == only, state_in[...]).T
+
+
 def _share(span: Span, num_heads: int, num_values: int, num_chunks: int) -> Share:
     chain = pl.program_id(1)
-    start = (span.first + pl.program_id(2)) * span.chunks
+    start = _piece(span) * span.chunks
     count = span.chunks
     if num_chunks % span.chunks:
         count = jnp.minimum(span.chunks, num_chunks - start)
@@ -96,7 +114,13 @@ def _read_values(plan: Plan, x: Stream, share: Share, n: jax.Array) -> jax.Array
 
 
 def _scan_kernel(
-    plan: Plan, span: Span, num_heads: int, x: Stream, state_in: jax.Array, out: Scanned
+    plan: Plan,
+    span: Span,
+    num_heads: int,
+    only: int | None,
+    x: Stream,
+    state_in: jax.Array,
+    out: Scanned,
 ) -> None:
     prepared, solved, narrow = x.prepared, x.solved, plan.narrow
     share = _share(span, num_heads, state_in.shape[-1], prepared.total.shape[1])
@@ -139,14 +163,21 @@ def _scan_kernel(
     no_o_VC = None
     if out.o is not None:
         no_o_VC = jnp.zeros((values.size, plan.num_rows), out.o.dtype)
-    state_VK, last_o_VC = jax.lax.fori_loop(0, count, step, (state_in[...].T, no_o_VC))
+    carry = _read_start(span, only, state_in), no_o_VC
+    state_VK, last_o_VC = jax.lax.fori_loop(0, count, step, carry)
     if out.o is not None:
         write_o(start + count - 1, last_o_VC)
     out.state[...] = state_VK.T
 
 
 def _reverse_kernel(
-    plan: Plan, span: Span, num_heads: int, x: Stream, d_state_in: jax.Array, out: Reversed
+    plan: Plan,
+    span: Span,
+    num_heads: int,
+    only: int | None,
+    x: Stream,
+    d_state_in: jax.Array,
+    out: Reversed,
 ) -> None:
     prepared, solved, narrow = x.prepared, x.solved, plan.narrow
     share = _share(span, num_heads, d_state_in.shape[-1], prepared.total.shape[1])
@@ -170,7 +201,8 @@ def _reverse_kernel(
         d_state_VK += plan.dot(do_CV, prepared.q_enter[chain, n], a_columns=True)
         return d_state_VK - plan.dot(dv_VC, prepared.k_enter[chain, n])
 
-    out.d_state[...] = jax.lax.fori_loop(0, count, step, d_state_in[...].T).T
+    d_state_VK = _read_start(span, only, d_state_in)
+    out.d_state[...] = jax.lax.fori_loop(0, count, step, d_state_VK).T
 
 
 def _call(
@@ -179,30 +211,31 @@ def _call(
     num_heads: int,
     kernel: Callable[..., None],
     x: Stream,
-    states_XPKV: jax.Array,
+    begin: Start,
     out_shape: Scanned | Reversed,
     reads: tuple[int, int],
     kept_bytes: int,
     name: str,
 ) -> Scanned | Reversed:
     """One program for every piece of a chain and some of the value channels."""
-    chains, pieces, key_dim, value_dim = states_XPKV.shape
-    values = min(128 if chains * pieces >= WIDE_FROM else 64, value_dim)
-    of_piece = pl.BlockSpec((None, None, key_dim, values), lambda v, x, p: (x, p, 0, v))
-    whole = pl.BlockSpec()
+    chains, (*given, key_dim, value_dim) = x.prepared.total.shape[0], begin.states.shape
+    values = min(128 if chains * span.pieces >= WIDE_FROM else 64, value_dim)
+    block = (None, None, key_dim, values)
+    of_piece, whole = pl.BlockSpec(block, lambda v, x, p: (x, p, 0, v)), pl.BlockSpec()
+    of_start = pl.BlockSpec(block, lambda v, x, p: (x * (given[0] > 1), p * (given[1] > 1), 0, v))
     return pl.pallas_call(
-        partial(kernel, plan, span, num_heads),
-        grid=(value_dim // values, chains, pieces),
-        in_specs=(jax.tree.map(lambda _: whole, x), of_piece),
+        partial(kernel, plan, span, num_heads, begin.only),
+        grid=(value_dim // values, chains, span.pieces),
+        in_specs=(jax.tree.map(lambda _: whole, x), of_start),
         out_specs=(type(out_shape)(of_piece, *(out and whole for out in out_shape[1:])),),
-        out_shape=varying_like(states_XPKV, (out_shape,)),
+        out_shape=varying_like(begin.states, (out_shape,)),
         compiler_params=plt.CompilerParams(
             num_warps=8 if values == 128 else 4,
             num_stages=_stages(plan, key_dim, values, reads, kept_bytes),
         ),
         interpret=plan.interpret,
         name=name,
-    )(x, states_XPKV)[0]
+    )(x, begin.states)[0]
 
 
 def _stages(plan: Plan, key_dim: int, values: int, reads: tuple[int, int], kept_bytes: int) -> int:
@@ -222,21 +255,21 @@ def scan(
     span: Span,
     num_heads: int,
     x: Stream,
-    states_XPKV: jax.Array,
+    begin: Start,
     *,
     o: jnp.dtype | None = None,
     keep_states: jnp.dtype | None = None,
     keep_missing: bool = False,
 ) -> Scanned:
     """Carries the states over the pieces' chunks. o: the output's dtype, to get it."""
-    value_dim, key_dim = states_XPKV.shape[3], states_XPKV.shape[2]
+    key_dim, value_dim = begin.states.shape[2:]
     chunks = x.prepared.total.shape[:2]
 
     def shape(dtype: jnp.dtype | None, *dims: int) -> jax.ShapeDtypeStruct | None:
         return None if dtype is None else jax.ShapeDtypeStruct(dims, dtype)
 
     out_shape = Scanned(
-        state=shape(plan.wide, *states_XPKV.shape),
+        state=shape(plan.wide, chunks[0], span.pieces, key_dim, value_dim),
         o=None if o is None else shape(o, *x.values.shape),
         states=shape(keep_states, *chunks, value_dim, key_dim),
         missing=shape(plan.narrow if keep_missing else None, *chunks, value_dim, plan.num_rows),
@@ -251,7 +284,7 @@ def scan(
         num_heads,
         _scan_kernel,
         x,
-        states_XPKV,
+        begin,
         out_shape,
         reads,
         kept_bytes,
@@ -264,14 +297,15 @@ def reverse(
     span: Span,
     num_heads: int,
     x: Stream,
-    d_states_XPKV: jax.Array,
+    begin: Start,
     *,
     keep_gradients: bool,
 ) -> Reversed:
     """Carries the states' gradients back over the pieces' chunks."""
-    value_dim, key_dim = d_states_XPKV.shape[3], d_states_XPKV.shape[2]
+    key_dim, value_dim = begin.states.shape[2:]
     chunks = x.prepared.total.shape[:2]
-    out_shape = Reversed(jax.ShapeDtypeStruct(d_states_XPKV.shape, plan.wide), None, None)
+    d_state = jax.ShapeDtypeStruct((chunks[0], span.pieces, key_dim, value_dim), plan.wide)
+    out_shape = Reversed(d_state, None, None)
     if keep_gradients:
         out_shape = out_shape._replace(
             d_leaving=jax.ShapeDtypeStruct((*chunks, value_dim, key_dim), plan.narrow),
@@ -284,7 +318,7 @@ def reverse(
         num_heads,
         _reverse_kernel,
         x,
-        d_states_XPKV,
+        begin,
         out_shape,
         (3, 2),
         kept_bytes,
@@ -311,23 +345,20 @@ def entering_states(
     plan: Plan, chunks: int, num_heads: int, x: Stream, state_XKV: jax.Array
 ) -> Pieces:
     """The states that enter the pieces of so many chunks."""
-    chains, num_chunks = x.prepared.total.shape[:2]
-    pieces = -(-num_chunks // chunks)
+    pieces = -(-x.prepared.total.shape[1] // chunks)
+    state_X1KV, maps_XPKK = state_XKV[:, None], None
     if pieces == 1:
-        return Pieces(state_XKV[:, None], None)
-    others = jnp.zeros_like(state_XKV, shape=(chains, pieces - 2, *state_XKV.shape[1:]))
-    starts_XPKV = jnp.concatenate([state_XKV[:, None], others], axis=1)
-    leaving_XPKV = scan(plan, Span(chunks, 0), num_heads, x, starts_XPKV).state
-    maps_XPKK = None
+        return Pieces(state_X1KV, None)
+    span = Span(chunks, 0, pieces - 1)
+    leaving_XPKV = scan(plan, span, num_heads, x, Start(state_X1KV, only=0)).state
     if pieces > 2:
         key_dim = state_XKV.shape[1]
-        identity_KK = jnp.zeros_like(state_XKV, shape=(key_dim, key_dim)) + jnp.eye(key_dim)
-        identities_XPKK = jnp.broadcast_to(identity_KK, (chains, pieces - 2, key_dim, key_dim))
-        linear = x._replace(values=None)
-        maps_XPKK = scan(plan, Span(chunks, 1), num_heads, linear, identities_XPKK).state
-    maps = [] if maps_XPKK is None else jnp.unstack(maps_XPKK, axis=1)
-    between = _chain(maps, jnp.unstack(leaving_XPKV, axis=1))
-    return Pieces(jnp.stack([state_XKV, *between], axis=1), maps_XPKK)
+        # Made of the state, so that it varies over the mesh axes of jax.shard_map as that does.
+        zeros_KK = jnp.zeros_like(state_XKV, shape=(key_dim, key_dim))
+        identity_11KK = (zeros_KK + jnp.eye(key_dim))[None, None]
+        span, linear = Span(chunks, 1, pieces - 2), x._replace(values=None)
+        maps_XPKK = scan(plan, span, num_heads, linear, Start(identity_11KK)).state
+    return Pieces(_link(plan, False, state_X1KV, leaving_XPKV, maps_XPKK), maps_XPKK)
 
 
 def leaving_gradients(
@@ -339,26 +370,74 @@ def leaving_gradients(
     d_state_XKV: jax.Array,
 ) -> jax.Array:
     """The gradients [X, P, K, V] of the states that leave the pieces."""
-    chains, num_chunks = x.prepared.total.shape[:2]
-    pieces = -(-num_chunks // chunks)
+    pieces = -(-x.prepared.total.shape[1] // chunks)
+    d_state_X1KV = d_state_XKV[:, None]
     if pieces == 1:
-        return d_state_XKV[:, None]
-    others = jnp.zeros_like(d_state_XKV, shape=(chains, pieces - 2, *d_state_XKV.shape[1:]))
-    ends_XPKV = jnp.concatenate([others, d_state_XKV[:, None]], axis=1)
-    span = Span(chunks, 1)
-    entering_XPKV = reverse(plan, span, num_heads, x, ends_XPKV, keep_gradients=False).d_state
-    maps = [] if maps_XPKK is None else jnp.unstack(maps_XPKK.swapaxes(-1, -2), axis=1)
-    between = _chain(maps[::-1], jnp.unstack(entering_XPKV, axis=1)[::-1])
-    return jnp.stack([*between[::-1], d_state_XKV], axis=1)
+        return d_state_X1KV
+    span, begin = Span(chunks, 1, pieces - 1), Start(d_state_X1KV, only=pieces - 1)
+    entering_XPKV = reverse(plan, span, num_heads, x, begin, keep_gradients=False).d_state
+    return _link(plan, True, d_state_X1KV, entering_XPKV, maps_XPKK)
 
 
-def _chain(maps: Sequence[jax.Array], constants: Sequence[jax.Array]) -> list[jax.Array]:
-    """s_0 = constants_0, s_i = maps_{i - 1} s_{i - 1} + constants_i, in full precision.
+def _link_kernel(
+    plan: Plan,
+    backward: bool,
+    end: jax.Array,
+    constants: jax.Array,
+    maps: jax.Array | None,
+    out: jax.Array,
+) -> None:
+    pieces, key_dim, _ = out.shape
 
-    Not jax.lax.scan: these are few small products, and its loop would launch as many kernels again.
+    def follow(i: int | jax.Array, _: None = None) -> None:
+        """The state on the inner side of piece i, counted from where they start."""
+        n = pieces - 1 - i if backward else i
+        before, of_constant, of_map = (n + 1, n, n) if backward else (n - 1, n - 1, n - 2)
+        synchronize(plan)
+
+        def rows(part: pl.Slice, _: None) -> None:
+            def columns(by: pl.Slice, sum_KV: jax.Array) -> jax.Array:
+                map_KK = maps[of_map, by, part] if backward else maps[of_map, part, by]
+                return sum_KV + plan.dot(map_KK, out[before, by, :], a_columns=backward, exact=True)
+
+            constant_KV = constants[of_constant, part, :]
+            out[n, part, :] = for_parts(key_dim, LINK_PART, columns, constant_KV)
+
+        for_parts(key_dim, LINK_PART, rows, None)
+
+    first, second = (pieces - 1, pieces - 2) if backward else (0, 1)
+    out[first], out[second] = end[0], constants[second if backward else 0]
+    if maps is not None:
+        jax.lax.fori_loop(2, pieces, follow, None)
+
+
+def _link(
+    plan: Plan,
+    backward: bool,
+    end_X1KV: jax.Array,
+    constants_XPKV: jax.Array,
+    maps_XPKK: jax.Array | None,
+) -> jax.Array:
+    """States [X, P, K, V] between P pieces, in full precision.
+
+    s_0 = end, s_1 = constants_0, s_i = maps_{i - 2} s_{i - 1} + constants_{i - 1}; or backward from
+    the last piece, by the maps' transposes.
     """
-    states = list(constants[:1])
-    for map_XKK, constant_XKV in zip(maps, constants[1:], strict=True):
-        product_XKV = jnp.matmul(map_XKK, states[-1], precision=jax.lax.Precision.HIGHEST)
-        states.append(product_XKV + constant_XKV)
-    return states
+    chains, others, key_dim, value_dim = constants_XPKV.shape
+    values = min(LINK_VALUES, value_dim)
+
+    def spec(pieces: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, pieces, key_dim, values), lambda v, x: (x, 0, 0, v))
+
+    of_maps = pl.BlockSpec((None, others - 1, key_dim, key_dim), lambda v, x: (x, 0, 0, 0))
+    shape = jax.ShapeDtypeStruct((chains, others + 1, key_dim, value_dim), plan.wide)
+    return pl.pallas_call(
+        partial(_link_kernel, plan, backward),
+        grid=(value_dim // values, chains),
+        in_specs=(spec(1), spec(others), None if maps_XPKK is None else of_maps),
+        out_specs=spec(others + 1),
+        out_shape=varying_like(end_X1KV, shape),
+        compiler_params=plt.CompilerParams(num_warps=8, num_stages=1),
+        interpret=plan.interpret,
+        name="kda_link",
+    )(end_X1KV, constants_XPKV, maps_XPKK)

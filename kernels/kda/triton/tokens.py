@@ -179,10 +179,12 @@ def log_decay(plan: Plan, rows: Rows, gate: Gate, gate_RK: jax.Array) -> jax.Arr
     if plan.options.gate_kind == "bounded":
         return (natural * plan.options.lower_bound) * _opening(plan, gate, z_RK)
     if plan.options.gate_kind == "softplus":
-        return (-natural * gate.rate) * jax.nn.softplus(z_RK)
+        g_RK = (-natural * gate.rate) * jax.nn.softplus(z_RK)
+    else:
+        g_RK = natural * z_RK
     # Finite in float16 too, also of a caller who masks by the smallest number, or who breaks the
-    # promise of lower_bound a little.
-    return jnp.maximum(natural * z_RK, -float(jnp.finfo(jnp.float16).max))
+    # promise of lower_bound a little. A product of decays is 0 long before.
+    return jnp.maximum(g_RK, -float(jnp.finfo(jnp.float16).max))
 
 
 def log_decay_vjp(
