@@ -1,12 +1,13 @@
 # make train   set up and train the tiny model on real text, on the CPU
 # make test    set up and run the quick tests (make test-all: the slow ones too)
 # make lint    ruff, lint and format
+# make libtpu  the compiler for TPUs, in a folder that only those who name it see
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 WORKDIR ?= runs/tiny
 
-.PHONY: train test test-all lint format clean
+.PHONY: train test test-all lint format libtpu clean
 .DELETE_ON_ERROR:
 
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -30,5 +31,11 @@ lint: $(VENV)/.ready
 format: $(VENV)/.ready
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
 
+# Not in $(VENV), where JAX would look for a TPU at every start.
+libtpu: .libtpu/.ready
+.libtpu/.ready: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps --upgrade --target .libtpu libtpu
+	touch $@
+
 clean:
-	rm -rf $(VENV) runs build *.egg-info
+	rm -rf $(VENV) .libtpu runs build *.egg-info

@@ -1,7 +1,11 @@
-"""What operators share: precision of products, and array types inside jax.shard_map."""
+"""What operators share: precision, the platform, and array types inside jax.shard_map."""
+
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+
+Shapes = TypeVar("Shapes")  # a tree of jax.ShapeDtypeStruct
 
 
 def precision_for(dtype: jnp.dtype) -> jax.lax.Precision:
@@ -13,6 +17,16 @@ def precision_for(dtype: jnp.dtype) -> jax.lax.Precision:
 def accumulation_dtype(dtype: jnp.dtype) -> jnp.dtype:
     """The type in which sums of such values are kept: float32, or float64 for float64."""
     return jnp.promote_types(dtype, jnp.float32)
+
+
+def platform() -> str:
+    """What the program being traced is for, such as "cpu", "gpu" or "tpu".
+
+    The default backend's, unless jax.sharding.use_abstract_mesh names another device: so programs
+    are compiled ahead of time for what is not there.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
 
 
 def vary_together(*arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -27,4 +41,12 @@ def vary_together(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(
         jax.lax.pcast(x, tuple(sorted(union - own)), to="varying") if union - own else x
         for x, own in zip(arrays, varying, strict=True)
+    )
+
+
+def varying_like(x: jax.Array, shapes: Shapes) -> Shapes:
+    """The same shapes for outputs that vary over the mesh axes of jax.shard_map as x does."""
+    manual = jax.typeof(x).manual_axis_type
+    return jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, manual_axis_type=manual), shapes
     )

@@ -12,6 +12,7 @@ from kernels.kda.blocks import Implementation, kda_by_blocks
 from kernels.kda.checks import check_arrays, check_gate, check_implementation
 from kernels.kda.chunked import kda_chunked
 from kernels.kda.operands import KdaInputs, KdaOptions, complete
+from kernels.kda.pallas_mosaic_tpu import kda_pallas_mosaic_tpu, unsupported_by_mosaic
 from kernels.kda.pallas_triton import (
     kda_pallas_triton,
     kda_states_pallas_triton,
@@ -19,6 +20,7 @@ from kernels.kda.pallas_triton import (
 )
 from kernels.kda.reference import kda_reference
 from kernels.kda.tiles import TILE
+from kernels.numerics import platform
 
 GateKind = Literal["bounded", "softplus", "log_decay"]
 Residuals = Literal["default", "lean", "full"]
@@ -28,6 +30,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "reference": kda_reference,
     "xla": kda_chunked,
     "pallas_triton": kda_pallas_triton,
+    "pallas_mosaic_tpu": kda_pallas_mosaic_tpu,
 }
 
 
@@ -86,8 +89,8 @@ def kda(
       segment_ids: [B, T] integers, compared only with the previous token's: a change restarts the
         state from zero. No value is special. What lies before must be finite all the same.
       lengths: [B] integers. Tokens from there on are inert: o = 0, the state stays, no gradient.
-      chunk_size: a multiple of 16; changes speed and rounding only. "pallas_triton" takes 64 from
-        64 up, and 32 below.
+      chunk_size: a multiple of 16; changes speed and rounding only. The kernels take 64 from 64
+        up, and 32 below.
       num_splits: into how many pieces "pallas_triton" cuts the sequence, to run them side by side;
         their length is a multiple of 16 chunks, so there may be fewer. None chooses by the shapes.
         Changes speed and rounding only, and other implementations do not read it.
@@ -96,12 +99,14 @@ def kda(
         and v - k exp(G) S (the last three 512 bytes a token and head in bfloat16 at K = V = 128);
         "lean": the inputs, at the price of one more forward pass; "full": also what the scan reads,
         and the states that enter the chunks (1280 bytes more), for the fastest backward pass. Under
-        jax.remat nothing is kept for long, so take "full".
+        jax.remat nothing is kept for long, so take "full". "pallas_mosaic_tpu" keeps the inputs
+        alone if "lean", else also scores, inverses and entering states (768 bytes).
       states_every: also return the states that enter tokens 0, n, 2 n, ... of this n, a multiple of
         64: for prefix caches. Then "pallas_triton" has no gradient.
       implementation: "reference" (token recurrence, the oracle), "xla" (chunked, pure JAX),
-        "pallas_triton" (NVIDIA GPUs; interpreted elsewhere), or None for the best that serves the
-        call on the default backend: "pallas_triton" on a GPU, else "xla".
+        "pallas_triton" (NVIDIA GPUs) and "pallas_mosaic_tpu" (TPUs), both interpreted elsewhere, or
+        None for the best that serves the call on the default backend: that of the GPU or the TPU,
+        else "xla".
 
     Returns:
       o [B, T, H, V] in v's dtype, and final_state [B, H, K, V] after the last valid token.
@@ -159,8 +164,12 @@ def kda(
 
 def default_implementation(inputs: KdaInputs) -> str:
     """The best that serves a call on the default backend."""
-    on_gpu = jax.default_backend() == "gpu"
-    return "pallas_triton" if on_gpu and not unsupported_by_triton(inputs) else "xla"
+    kernels = {
+        "gpu": ("pallas_triton", unsupported_by_triton),
+        "tpu": ("pallas_mosaic_tpu", unsupported_by_mosaic),
+    }
+    name, unsupported = kernels.get(platform(), ("xla", lambda _: None))
+    return "xla" if unsupported(inputs) else name
 
 
 def _count_restarts(segment_ids: jax.Array | None, lengths: jax.Array | None) -> jax.Array | None:

@@ -33,6 +33,7 @@ def kda_by_blocks(
             before_B = segment_BT[:, jnp.maximum(start - 1, 0)]
             segment_BT = jax.lax.dynamic_slice_in_dim(segment_BT, start, every, axis=1)
             restart_B = segment_BT[:, 0] != before_B
+            segment_BT -= segment_BT[:, :1]  # as KdaInputs has it: 0 where the state enters
             entering_BHKV = jnp.where(restart_B[:, None, None, None], 0.0, state_BHKV)
         lengths_B = None if padded.lengths_B is None else padded.lengths_B - start
         shared = padded.a_log_H, padded.dt_bias_HK

@@ -113,8 +113,10 @@ class Decays:
         log_tile: int,
         spans: RowSums,
         exp2: Exp2,
+        unroll: bool = False,
     ) -> None:
         self.g_RK, self.masks, self.unit, self.log_tile = g_RK, masks, unit, log_tile
+        self.unroll = unroll
         self.exp2, self.span = exp2, spans(g_RK)
         self.num_halvings = _num_halvings(g_RK.shape[0], log_tile)
         self._shift = _shift(bound, log_tile)
@@ -172,18 +174,19 @@ class Decays:
     def accumulate(self, add: Callable[[Split, Carry], Carry], carry: Carry) -> Carry:
         """Folds the splits, which together cover every i > j once.
 
-        A loop and not a list: unrolled, the compiler would keep the tiles of all splits alive.
+        A loop unless unroll: unrolled, Triton would keep the tiles of all splits alive.
         """
         num_rows = self.g_RK.shape[0]
         row_R1 = jax.lax.broadcasted_iota(jnp.int32, (num_rows, 1), 0)
 
         def halve(n: jax.Array, carry: Carry) -> Carry:
             near_RK = self.exp2(self.span(self.masks.splits[n]))
-            odd_R1 = (row_R1 >> (num_rows.bit_length() - 2 - n)) % 2 == 1
+            odd_R1 = (row_R1 >> (num_rows.bit_length() - 2 - n)) & 1 == 1
             return add(Split(n, near_RK, near_RK, odd_R1), carry)
 
-        if self.num_halvings == 1:
-            carry = halve(0, carry)
+        if self.num_halvings == 1 or self.unroll:
+            for n in range(self.num_halvings):
+                carry = halve(n, carry)
         elif self.num_halvings:
             carry = jax.lax.fori_loop(0, self.num_halvings, halve, carry)
         if self.log_tile:

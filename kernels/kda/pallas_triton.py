@@ -11,7 +11,7 @@ Backward, five launches:
   solve_vjp  per chunk: what needs the value channels only, dv and dbeta among it.
   grads      per chunk and part of K: dq, dk and dgate, down to the raw inputs.
 Where chains are few, pieces of a sequence are scanned side by side (scans.py): one or two scans
-more forward, one more reverse, and a small kernel after each that links the pieces. Kept for the
+more forward, one more reverse, and a small kernel each way that links the pieces. Kept for the
 backward: the inputs, norms, o, P, T, v - k exp(G) S, and the states and maps of the pieces; "full",
 also what makes the first two launches needless; "lean", the inputs alone, and then the forward
 kernels run once more instead.
@@ -23,7 +23,6 @@ Letters: B batch, T time, H value heads, K key dim, V value dim, N chunks, C chu
 """
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -31,6 +30,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels.kda import chunk
+from kernels.kda.once import differentiable_once
 from kernels.kda.operands import KdaInputs, KdaOptions
 from kernels.kda.triton.backward import Chain, ValueSide, grads, solve_vjp
 from kernels.kda.triton.plan import Plan
@@ -215,21 +215,7 @@ class Kept(NamedTuple):
     states_XNVK: jax.Array | None  # entering the chunks
 
 
-def _once(function: Callable[..., tuple]) -> Callable[..., tuple]:
-    """function(plan, x, ...), with a clear word to whoever differentiates it."""
-
-    def refuse(*_: object) -> tuple:
-        raise NotImplementedError(
-            "kda in implementation 'pallas_triton' can be differentiated once, and by reverse "
-            "mode: use implementation='xla' for more"
-        )
-
-    refusing = jax.custom_jvp(function, nondiff_argnums=(0, 2, 3))
-    refusing.defjvp(refuse)
-    return refusing
-
-
-@_once
+@differentiable_once("pallas_triton", (0, 2, 3))
 def _run(plan: Plan, inputs: KdaInputs, keep_missing: bool, keep_states: jnp.dtype | None) -> tuple:
     """Outputs, and what can be kept, some of it on request."""
     prepared, factors, solved = prepare(plan, _tokens(plan, inputs, plan.half))

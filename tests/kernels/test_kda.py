@@ -20,6 +20,7 @@ from tests.kernels.kda_cases import (
     packed_inputs,
     pad_tokens,
     random_inputs,
+    rounded,
     truth,
 )
 
@@ -173,6 +174,17 @@ def test_any_log_decay_without_a_promise(implementation, strong):
     rng = np.random.default_rng(11)
     inputs["gate"] = np.where(rng.uniform(size=inputs["gate"].shape) < 0.3, strong, inputs["gate"])
     options = FINISHED | {"lower_bound": None, "chunk_size": 32}
+    got = evaluate(implementation, inputs, np.float32, **options)
+    assert_close(got, truth(inputs, **options), 1e-5)
+
+
+@pytest.mark.parametrize("largest", [1e5, 1e30])
+def test_softplus_gates_that_leave_nothing(implementation, largest):
+    """A decay of 0 has no gradient; what rounding leaves of it would meet these logits."""
+    inputs = random_inputs(1, 70, 1, 1, 16, 16)
+    forgets = np.random.default_rng(5).random(inputs["gate"].shape) < 0.2
+    inputs["gate"] = np.where(forgets, largest, inputs["gate"])
+    inputs, options = rounded(inputs, np.float32), {"gate_kind": "softplus"}
     got = evaluate(implementation, inputs, np.float32, **options)
     assert_close(got, truth(inputs, **options), 1e-5)
 

@@ -216,7 +216,7 @@ ERRORS = {
     "residuals is 'none'; it must be one of": {"residuals": "none"},
     "states_every is 100; it must be None or a positive multiple": {"states_every": 100},
     "scale is 0; it must be another number": {"scale": 0.0},
-    r"implementation is 'cuda'; it must be None or one of \['pallas_triton'": {
+    r"implementation is 'cuda'; it must be None or one of \['pallas_mosaic_tpu'": {
         "implementation": "cuda"
     },
     r"k has shape \(1, 8, 1, 4\); .* must be \(1, 8, 1, 16\)": {"k": np.zeros((1, 8, 1, 4))},

@@ -20,7 +20,6 @@ from kernels.kda.triton.plan import (
     head_spec,
     keep,
     made_once,
-    varying_like,
 )
 from kernels.kda.triton.tokens import (
     Raw,
@@ -37,6 +36,7 @@ from kernels.kda.triton.tokens import (
     token_specs,
     valid_rows,
 )
+from kernels.numerics import varying_like
 
 # Channels of which a program holds tiles at a time: more, and registers spill; fewer, and more is
 # read again. Measured on an H200.

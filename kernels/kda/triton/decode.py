@@ -15,8 +15,7 @@ from kernels.kda.gates import L2_NORM_EPS, write_strength
 from kernels.kda.operands import Activated, KdaInputs, KdaOptions, log_decay
 from kernels.kda.pallas_triton import unsupported_by_triton
 from kernels.kda.reference import token_step
-from kernels.kda.triton.plan import varying_like
-from kernels.numerics import vary_together
+from kernels.numerics import vary_together, varying_like
 
 # Elements of the state that a program holds: 64 registers of each of its 128 threads. A row of a
 # tile should fill whole sectors of 32 bytes, and small tiles give the GPU more programs.

@@ -21,7 +21,6 @@ from kernels.kda.operands import KdaOptions
 _X6 = jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X6
 
 Carry = TypeVar("Carry")
-Shapes = TypeVar("Shapes")  # a tree of jax.ShapeDtypeStruct
 LOG2E = math.log2(math.e)
 # Key channels of which a program holds tiles at a time: more, and registers spill; fewer, where
 # they come from memory for the first time, and it is read in pieces too short. Measured on an H200:
@@ -183,14 +182,6 @@ def _bfloat16_parts(x: jax.Array, count: int) -> list[jax.Array]:
         x -= jax.lax.bitcast_convert_type(bits & -0x10000, jnp.float32)
         parts.append(jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.int16), jnp.bfloat16))
     return parts
-
-
-def varying_like(x: jax.Array, shapes: Shapes) -> Shapes:
-    """The same shapes for outputs that vary over the mesh axes of jax.shard_map as x does."""
-    manual = jax.typeof(x).manual_axis_type
-    return jax.tree.map(
-        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, manual_axis_type=manual), shapes
-    )
 
 
 def head_spec(rows: int, dim: int) -> pl.BlockSpec:

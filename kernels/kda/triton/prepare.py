@@ -22,13 +22,11 @@ from kernels.kda.triton.plan import (
     PREPARE_PART,
     SOLVE_PART,
     Plan,
-    Shapes,
     chunk_spec,
     for_parts,
     half_rows,
     keep,
     synchronize,
-    varying_like,
 )
 from kernels.kda.triton.tokens import (
     RowFactors,
@@ -43,6 +41,7 @@ from kernels.kda.triton.tokens import (
     together,
     token_specs,
 )
+from kernels.numerics import Shapes, varying_like
 
 
 class Prepared(NamedTuple):

@@ -22,8 +22,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from kernels.kda.triton.plan import Plan, for_parts, keep, synchronize, varying_like
+from kernels.kda.triton.plan import Plan, for_parts, keep, synchronize
 from kernels.kda.triton.prepare import Prepared, Solved
+from kernels.numerics import varying_like
 
 # Chunks: the length of a piece is a multiple of it, whatever T is.
 PIECE_UNIT = 16

@@ -4,6 +4,7 @@ Letters: B batch, T time, H value heads, K key dim, N chunks, C chunk rows, R so
 (B x H), L threads of a row.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -183,8 +184,13 @@ def log_decay(plan: Plan, rows: Rows, gate: Gate, gate_RK: jax.Array) -> jax.Arr
     else:
         g_RK = natural * z_RK
     # Finite in float16 too, also of a caller who masks by the smallest number, or who breaks the
-    # promise of lower_bound a little. A product of decays is 0 long before.
+    # promise of lower_bound a little.
     return jnp.maximum(g_RK, -float(jnp.finfo(jnp.float16).max))
+
+
+def _no_decay(plan: Plan) -> float:
+    """The natural log-decay below which the decay is 0."""
+    return math.log(float(jnp.finfo(plan.wide).smallest_subnormal)) - 1.0
 
 
 def log_decay_vjp(
@@ -197,8 +203,10 @@ def log_decay_vjp(
         dz_RK = dg_RK * ((plan.options.lower_bound * rate) * (open_RK * (1.0 - open_RK)))
         return dz_RK, dz_RK * z_RK
     if plan.options.gate_kind == "softplus":
-        dz_RK = dg_RK * (-rate * plan.sigmoid(z_RK))
-        return dz_RK, dg_RK * (-rate * jax.nn.softplus(z_RK))
+        g_RK = -rate * jax.nn.softplus(z_RK)
+        # A decay of 0 has no gradient: what rounding leaves of it would meet any rate and any g.
+        dg_RK = jnp.where(g_RK > _no_decay(plan), dg_RK, 0.0)
+        return dg_RK * (-rate * plan.sigmoid(z_RK)), dg_RK * jnp.maximum(g_RK, _no_decay(plan))
     return dg_RK, jnp.zeros_like(dg_RK)
 
 

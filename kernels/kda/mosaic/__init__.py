@@ -1,0 +1,1 @@
+"""The parts of the "pallas_mosaic_tpu" implementation."""
