@@ -29,6 +29,8 @@ import numpy as np
 
 Carry = TypeVar("Carry")
 Dot = Callable[..., jax.Array]
+# dot_both(x, y, z): x and y times z's transpose.
+DotBoth = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 # row_sums(x)(mask) [R, K]: row i is the sum of the rows j of x where mask [R, R] is 1 and not 0, to
 # float32 accuracy; the rows left out leave no trace.
 RowSums = Callable[[jax.Array], Callable[[jax.Array], jax.Array]]
@@ -211,7 +213,7 @@ def scores(
     k_RK: jax.Array,
     decays: Decays,
     narrow: jnp.dtype,
-    dot: Dot,
+    dot_both: DotBoth,
 ) -> tuple[jax.Array, jax.Array]:
     """Decayed scores (q on k, k on k), float32, where i > j; the rest is for `cut` to remove.
 
@@ -221,8 +223,7 @@ def scores(
     def add(split: Split, carry: tuple) -> tuple:
         column_RK = (k_RK * split.column_RK).astype(narrow)
         row_RK = column_RK if split.odd_R1 is not None else (k_RK * split.row_RK).astype(narrow)
-        of_k_RR = dot(row_RK, column_RK, b_rows=True)
-        of_q_RR = dot((q_RK * split.row_RK).astype(narrow), column_RK, b_rows=True)
+        of_k_RR, of_q_RR = dot_both(row_RK, (q_RK * split.row_RK).astype(narrow), column_RK)
         if decays.num_halvings:
             pairs_RR = pairs(q_RK.shape[0], decays.log_tile, split.number)
             # A select and not a product: entries outside the mask may have overflowed.

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from kernels.kda.api import GateKind, default_implementation
 from kernels.kda.blocks import Implementation
 from kernels.kda.checks import check_arrays, check_gate, check_implementation
+from kernels.kda.mosaic.decode import decode_pallas_mosaic_tpu
 from kernels.kda.operands import Activated, KdaInputs, KdaOptions, activate, complete, valid_tokens
 from kernels.kda.reference import token_step
 from kernels.kda.triton.decode import decode_pallas_triton
@@ -43,9 +44,9 @@ def kda_decode(
         float64). Dtypes and all options but those below mean what they mean to kda().
       active: [B] bool. A row that is not keeps its state bit for bit, whatever its other inputs
         hold, and its o is 0. None means all are.
-      implementation: "xla" (pure JAX), "pallas_triton" (one fused kernel for NVIDIA GPUs, which
-        reads and writes the state once; interpreted elsewhere), or None for the best that serves
-        the call on the default backend: "pallas_triton" on a GPU, else "xla".
+      implementation: "xla" (pure JAX), "pallas_triton" and "pallas_mosaic_tpu" (one fused kernel
+        for NVIDIA GPUs or TPUs, which reads and writes the state once; interpreted elsewhere), or
+        None for the best that serves the call on the default backend.
 
     Returns:
       o [B, H, V] in v's dtype, and the state [B, H, K, V] after the token.
@@ -70,9 +71,8 @@ def kda_decode(
         scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
         chunk_size=1,
     )
-    o_BTHV, state_BHKV = DECODE_IMPLEMENTATIONS[implementation or default_implementation(inputs)](
-        inputs, options
-    )
+    name = implementation or default_implementation(inputs)
+    o_BTHV, state_BHKV = DECODE_IMPLEMENTATIONS[name](inputs, options)
     return o_BTHV[:, 0], state_BHKV
 
 
@@ -90,4 +90,5 @@ def _decode_xla(inputs: KdaInputs, options: KdaOptions) -> tuple[jax.Array, jax.
 DECODE_IMPLEMENTATIONS: dict[str, Implementation] = {
     "xla": _decode_xla,
     "pallas_triton": decode_pallas_triton,
+    "pallas_mosaic_tpu": decode_pallas_mosaic_tpu,
 }

@@ -16,11 +16,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from kernels.kda import chunk
 from kernels.kda.chunked import pad_tokens
 from kernels.kda.mosaic.backward import Kept, backward
 from kernels.kda.mosaic.forward import Out, forward
-from kernels.kda.mosaic.plan import Interpret, Plan, heads_of_a_program
+from kernels.kda.mosaic.plan import Interpret, Masks, Plan, heads_of_a_program
 from kernels.kda.mosaic.tokens import Tokens
 from kernels.kda.once import differentiable_once
 from kernels.kda.operands import KdaInputs, KdaOptions
@@ -114,10 +113,7 @@ def _tokens(plan: Plan, inputs: KdaInputs) -> Tokens:
         segment_BN1C = inputs.segment_BT.reshape(batch, -1, 1, plan.num_rows)
         # Before the first token lies the first segment, which the initial state belongs to.
         before_BN11 = jnp.pad(segment_BN1C[:, :-1, :, -1:], ((0, 0), (1, 0), (0, 0), (0, 0)))
-    masks = chunk.Masks(
-        *(jnp.asarray(m, jnp.bfloat16) for m in chunk.masks(plan.num_rows, plan.log_tile))
-    )
-    _, *masks = vary_together(inputs.q_BTQK, *masks)
+    _, *masks = vary_together(inputs.q_BTQK, *plan.masks())
     return Tokens(
         *map(_flat, inputs[:4]),
         beta=inputs.beta_BTH.reshape(batch, num_tokens, -1, plan.num_heads).swapaxes(1, 2),
@@ -126,7 +122,7 @@ def _tokens(plan: Plan, inputs: KdaInputs) -> Tokens:
         segment=segment_BN1C,
         before=before_BN11,
         lengths=None if inputs.lengths_B is None else inputs.lengths_B[:, None, None],
-        masks=chunk.Masks(*masks),
+        masks=Masks(*masks),
     )
 
 

@@ -101,7 +101,7 @@ ERRORS = {
     "v has dtype float16": {"v": np.zeros((2, 1, 16), np.float16)},
     "leave out a_log and dt_bias": {"gate_kind": "log_decay"},
     "lower_bound is None; the bounded gate": {"lower_bound": None},
-    r"implementation is 'reference'; it must be None or one of \['pallas_triton', 'xla'\]": {
+    r"implementation is 'reference'; it must be None or one of \['pallas_mosaic_tpu'": {
         "implementation": "reference"
     },
 }

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from kernels.kda import api, kda, pallas_mosaic_tpu
+from kernels.kda import api, kda, kda_decode, pallas_mosaic_tpu
 from kernels.kda.mosaic import plan
 from tests.kernels.kda_cases import (
     assert_close,
@@ -120,10 +121,34 @@ def test_what_the_kernels_do_not_serve_falls_back(monkeypatch):
     monkeypatch.setattr(pallas_mosaic_tpu, "platform", lambda: "tpu")
     wide = [jnp.zeros((1, 16, 1, 512))] * 4 + [jnp.zeros((1, 16, 1))]
     assert kda(*wide)[0].shape == (1, 16, 1, 512)
+    token = [x[:, 0] for x in wide]
+    assert kda_decode(*token, state=jnp.zeros((1, 1, 512, 512)))[0].shape == (1, 1, 512)
     with pytest.raises(NotImplementedError, match=r"up to 256, not 512 and 512: use .*'xla'"):
         kda(*wide, implementation=NAME)
     with jax.enable_x64(True), pytest.raises(NotImplementedError, match="not float64"):
         kda(*(x[..., :16].astype(jnp.float64) for x in wide), implementation=NAME)
+
+
+def lowered_for_tpu(function, **shapes):
+    """The text of a program for a v6e, with neither chip nor compiler at hand."""
+    device = AbstractDevice(device_kind="TPU v6 lite", num_cores=1, platform="tpu")
+    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        return jax.jit(function).trace(**shapes).lower(lowering_platforms=("tpu",)).as_text()
+
+
+def test_none_takes_the_kernels_on_a_tpu():
+    def x(*dims, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(dims, dtype)
+
+    tokens = {name: x(2, 96, 4, 128) for name in ("q", "k", "v", "gate")} | {"beta": x(2, 96, 4)}
+    gradient = jax.grad(lambda tokens: jnp.sum(kda(**tokens)[0].astype(jnp.float32)))
+    text = lowered_for_tpu(lambda **tokens: gradient(tokens), **tokens)
+    assert "kda_forward" in text and "kda_backward" in text
+    token = {name: x(2, *shape.shape[2:]) for name, shape in tokens.items()}
+    token["state"] = x(2, 4, 128, 128, dtype=jnp.float32)
+    text = lowered_for_tpu(kda_decode, **token)
+    assert text.count("tpu_custom_call") == 1 and "kda_decode" in text
 
 
 # Ahead of time, for chips that are not there: `make libtpu` brings their compiler.

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 
 from kernels.kda import chunk
 from kernels.kda.mosaic.forward import Enters, Factors, enters, factors, missing
-from kernels.kda.mosaic.plan import Interpret, Plan, call, chunk_spec, state_spec
+from kernels.kda.mosaic.plan import Interpret, Masks, Plan, call, chunk_spec, state_spec
 from kernels.kda.mosaic.tokens import (
     Cuts,
     Operands,
@@ -105,12 +105,14 @@ def _key_side(
     do_CV: jax.Array,
     state_VK: jax.Array,
     d_leaving_VK: jax.Array,
-    masks: chunk.Masks,
+    masks: Masks,
 ) -> Operands:
     """Gradients of the operands. States: entering, and the gradient of the leaving; both narrow."""
     dot, narrow, wide = plan.dot, plan.narrow, plan.wide
-    d_enter_q_CK = f.from_start_CK * dot(do_CV, state_VK)
-    d_enter_k_CK = f.from_start_CK * dot(s.dv_CV, state_VK)
+    of_both = dot(jnp.concatenate([do_CV, s.dv_CV]), state_VK)
+    d_enter_q_CK, d_enter_k_CK = (
+        f.from_start_CK * d_CK for d_CK in (of_both[: plan.num_rows], of_both[plan.num_rows :])
+    )
     d_leave_CK = f.to_end_CK * dot(s.v_new_CV, d_leaving_VK)
     overlap_VK = state_VK.astype(wide) * d_leaving_VK.astype(wide)
     d_total_1K = f.total_1K * jnp.sum(overlap_VK, axis=0, keepdims=True)
@@ -129,8 +131,7 @@ def _key_side(
         dot,
         lambda a: a.astype(narrow),
     )
-    dg_CK = plan.row_sums(da_CK)(masks.vjps[0]) + d_total_1K
-    dg_CK += plan.row_sums(x.k_CK * d_leave_CK)(masks.vjps[1])
+    dg_CK = plan.sums_vjp(da_CK, x.k_CK * d_leave_CK, masks) + d_total_1K
     return Operands(dq_CK, dk_CK, math.log(2.0) * dg_CK, s.dbeta_C1)
 
 
@@ -154,7 +155,7 @@ def _chunk(
     plan: Plan,
     valid_C1: jax.Array | None,
     cuts: Cuts | None,
-    masks: chunk.Masks,
+    masks: Masks,
     raw: Raw,
     v_CV: jax.Array,
     do_CV: jax.Array,
@@ -169,7 +170,7 @@ def _chunk(
     s = _value_side(
         plan,
         head,
-        missing(plan, head, v_CV, e.k_enter_CK, state_VK),
+        missing(plan, head, v_CV, plan.dot(e.k_enter_CK, state_VK, b_rows=True)),
         solved_C2C[:, : plan.num_rows],
         solved_C2C[:, plan.num_rows :],
         do_CV,

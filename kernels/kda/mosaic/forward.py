@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from kernels.kda import chunk
-from kernels.kda.mosaic.plan import Interpret, Plan, call, chunk_spec, state_spec
+from kernels.kda.mosaic.plan import Interpret, Masks, Plan, call, chunk_spec, state_spec
 from kernels.kda.mosaic.tokens import (
     Cuts,
     Operands,
@@ -70,12 +70,9 @@ def enters(plan: Plan, x: Operands, f: Factors) -> Enters:
     return Enters(*(a.astype(plan.narrow) for a in products))
 
 
-def missing(
-    plan: Plan, x: Operands, v_CV: jax.Array, k_enter_CK: jax.Array, state_VK: jax.Array
-) -> jax.Array:
-    """beta (v - k exp(G) S) [C, V], narrow like the state that it is given."""
-    less_CV = v_CV.astype(plan.wide) - plan.dot(k_enter_CK, state_VK, b_rows=True)
-    return (x.beta_C1 * less_CV).astype(plan.narrow)
+def missing(plan: Plan, x: Operands, v_CV: jax.Array, of_k_CV: jax.Array) -> jax.Array:
+    """beta (v - k exp(G) S) [C, V], narrow; of_k: the product with the narrow state."""
+    return (x.beta_C1 * (v_CV.astype(plan.wide) - of_k_CV)).astype(plan.narrow)
 
 
 class Chunk(NamedTuple):
@@ -91,7 +88,7 @@ def _chunk(
     plan: Plan,
     valid_C1: jax.Array | None,
     cuts: Cuts | None,
-    masks: chunk.Masks,
+    masks: Masks,
     raw: Raw,
     v_CV: jax.Array,
     state_VK: jax.Array,
@@ -100,15 +97,15 @@ def _chunk(
     x = activate(plan, valid_C1, raw)
     decays = plan.decays(x.g_CK, masks)
     zeros_CC = jnp.zeros((plan.num_rows, plan.num_rows), plan.wide)
-    scores = chunk.scores((zeros_CC, zeros_CC), x.q_CK, x.k_CK, decays, narrow, dot)
+    scores = chunk.scores((zeros_CC, zeros_CC), x.q_CK, x.k_CK, decays, narrow, plan.dot_both)
     own_C1 = jnp.sum(x.q_CK * x.k_CK, axis=1, keepdims=True)
     p_CC, of_k_CC = (keep(cuts and cuts.together_CC, s_CC) for s_CC in chunk.cut(*scores, own_C1))
     p_CC, inverse_CC = (a.astype(narrow) for a in (p_CC, plan.inverse(x.beta_C1 * of_k_CC)))
     f = factors(cuts, decays)
     e, state_narrow_VK = enters(plan, x, f), state_VK.astype(narrow)
-    missing_CV = missing(plan, x, v_CV, e.k_enter_CK, state_narrow_VK)
-    v_new_CV = dot(inverse_CC, missing_CV).astype(narrow)
-    o_CV = dot(e.q_enter_CK, state_narrow_VK, b_rows=True) + dot(p_CC, v_new_CV)
+    of_k_CV, of_q_CV = plan.dot_both(e.k_enter_CK, e.q_enter_CK, state_narrow_VK)
+    v_new_CV = dot(inverse_CC, missing(plan, x, v_CV, of_k_CV)).astype(narrow)
+    o_CV = of_q_CV + dot(p_CC, v_new_CV)
     state_VK = f.total_1K * state_VK + dot(v_new_CV, e.k_leave_CK, a_columns=True)
     return Chunk(o_CV, state_VK, state_narrow_VK, jnp.concatenate([p_CC, inverse_CC], axis=1))
 

@@ -4,12 +4,13 @@ Letters: B batch, T time, H value heads, K key dim, V value dim, C chunk rows, M
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial, reduce
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -24,6 +25,13 @@ LOG2E = math.log2(math.e)
 MOST_HEADS = 8
 LARGE_STATE = 128 * 256  # numbers in a state beyond which only half as many fit VMEM
 VMEM_LIMIT = 48 * 2**20  # of the 64 MiB and more that the chips have
+
+
+class Masks(NamedTuple):
+    """chunk.masks as the factors of one product each, repeated for the parts of what they sum."""
+
+    spans: jax.Array  # [S C, parts C]: splits, then sums
+    vjps: jax.Array  # [C, 2 parts C]
 
 
 @dataclass(frozen=True)
@@ -56,28 +64,54 @@ class Plan:
             preferred_element_type=self.wide,
         )
 
+    def dot_both(self, x: jax.Array, y: jax.Array, z: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """As chunk.DotBoth: one below the other, because to load the second factor costs most."""
+        products = self.dot(jnp.concatenate([x, y]), z, b_rows=True)
+        return products[: x.shape[0]], products[x.shape[0] :]
+
     def dot_of_parts(self, a: jax.Array, b: jax.Array) -> jax.Array:
         """a b of wide operands: 16 bits of each beside bfloat16 inputs, else all."""
         if self.narrow != jnp.bfloat16:
             return self.dot(a, b)
         (a_high, a_low), (b_high, b_low) = (bfloat16_parts(x, 2) for x in (a, b))
-        return self.dot(a_low, b_high) + self.dot(a_high, b_low) + self.dot(a_high, b_high)
+        by_high = self.dot(jnp.concatenate([a_low, a_high]), b_high)
+        small = by_high[: a.shape[0]] + self.dot(a_high, b_low)
+        return small + by_high[a.shape[0] :]
 
-    def row_sums(self, x_CK: jax.Array) -> Callable[[jax.Array], jax.Array]:
-        """As chunk.RowSums: products of the mask with parts of x that are exact in bfloat16."""
+    @property
+    def num_parts(self) -> int:
+        """Of what is summed, parts that products with a mask take exactly."""
         if self.wide == jnp.float64:
-            return lambda mask_CC: self.dot(mask_CC.astype(self.wide), x_CK)
-        parts = bfloat16_parts(x_CK, 2 if self.narrow == jnp.bfloat16 else 3)
-        return partial(self._masked_sums, parts[::-1])
+            return 1
+        return 2 if self.narrow == jnp.bfloat16 else 3
 
-    def _masked_sums(self, parts: Sequence[jax.Array], mask_CC: jax.Array) -> jax.Array:
-        return reduce(jnp.add, [self.dot(mask_CC, part) for part in parts])
+    def parts(self, x_CK: jax.Array) -> list[jax.Array]:
+        return [x_CK] if self.num_parts == 1 else bfloat16_parts(x_CK, self.num_parts)[::-1]
 
-    def decays(self, g_CK: jax.Array, masks: chunk.Masks) -> chunk.Decays:
-        bound = LOG2E * (self.options.tile_bound or 0.0)
-        return chunk.Decays(
-            g_CK, masks, 1.0, bound, self.log_tile, self.row_sums, jnp.exp2, unroll=True
+    def masks(self) -> Masks:
+        splits, sums, vjps = chunk.masks(self.num_rows, self.log_tile)
+        dtype = self.wide if self.num_parts == 1 else jnp.bfloat16
+        spans = np.tile(np.concatenate([*splits, *sums]), self.num_parts)
+        return Masks(
+            jnp.asarray(spans, dtype),
+            jnp.asarray(np.concatenate([np.tile(v, self.num_parts) for v in vjps], axis=1), dtype),
         )
+
+    def decays(self, g_CK: jax.Array, masks: Masks) -> chunk.Decays:
+        size = self.num_rows
+        sums = self.dot(masks.spans, jnp.concatenate(self.parts(g_CK)))
+        num_splits = sums.shape[0] // size - 2
+        numbers = chunk.Masks(range(num_splits), range(num_splits, num_splits + 2), None)
+
+        def spans(_: jax.Array) -> Callable[[int], jax.Array]:
+            return lambda n: sums[n * size : (n + 1) * size]
+
+        bound = LOG2E * (self.options.tile_bound or 0.0)
+        return chunk.Decays(g_CK, numbers, 1.0, bound, self.log_tile, spans, jnp.exp2, unroll=True)
+
+    def sums_vjp(self, x_CK: jax.Array, y_CK: jax.Array, masks: Masks) -> jax.Array:
+        """Sums of x from the row on, and of y before the row."""
+        return self.dot(masks.vjps, jnp.concatenate([*self.parts(x_CK), *self.parts(y_CK)]))
 
     def inverse(self, lower_CC: jax.Array) -> jax.Array:
         """(I + L)^-1 of a strictly lower triangular L, by doubling: never a power of L."""

@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from kernels.kda import chunk
 from kernels.kda.gates import L2_NORM_EPS, MAX_A_LOG
-from kernels.kda.mosaic.plan import LOG2E, Plan, eye
+from kernels.kda.mosaic.plan import LOG2E, Masks, Plan, eye
 
 SMALLEST_BETA = 1e-25
 
@@ -35,7 +34,7 @@ class Tokens(NamedTuple):
     segment: jax.Array | None  # [B, N, 1, C]
     before: jax.Array | None  # [B, N, 1, 1] segment of the token before the chunk
     lengths: jax.Array | None  # [B, 1, 1]
-    masks: chunk.Masks
+    masks: Masks
 
 
 class Raw(NamedTuple):
@@ -94,11 +93,9 @@ def read_cuts(plan: Plan, x: Tokens) -> Cuts | None:
     )
 
 
-def read_masks(plan: Plan, x: Tokens) -> chunk.Masks:
-    """The masks [M, C, C] as lists, once for every head: batched like what they multiply."""
-    return chunk.Masks(
-        *([jnp.stack([m[n]] * plan.num_heads) for n in range(m.shape[0])] for m in x.masks)
-    )
+def read_masks(plan: Plan, x: Tokens) -> Masks:
+    """Once for every head, in front: batched like what they multiply."""
+    return Masks(*(jnp.stack([mask[...]] * plan.num_heads) for mask in x.masks))
 
 
 def keys_of(plan: Plan, x: Tokens, m: int) -> pl.Slice:
@@ -193,9 +190,7 @@ def token_specs(plan: Plan, x: Tokens, chunk_of: Index) -> Tokens:
         lengths=None
         if x.lengths is None
         else pl.BlockSpec((None, 1, 1), lambda b, p, n: (b, 0, 0)),
-        masks=jax.tree.map(
-            lambda mask: pl.BlockSpec(mask.shape, lambda b, p, n: (0, 0, 0)), x.masks
-        ),
+        masks=jax.tree.map(lambda mask: pl.BlockSpec(mask.shape, lambda b, p, n: (0, 0)), x.masks),
     )
 
 

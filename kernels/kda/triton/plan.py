@@ -91,6 +91,10 @@ class Plan:
         pairs = [(rest, b) for rest in a_rest] + [(a, rest) for rest in b_rest] + [(a, b)]
         return reduce(jnp.add, [product(*pair) for pair in pairs])
 
+    def dot_both(self, x: jax.Array, y: jax.Array, z: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """As chunk.DotBoth."""
+        return self.dot(x, z, b_rows=True), self.dot(y, z, b_rows=True)
+
     def row_sums(self, x_RK: jax.Array) -> Callable[[jax.Array], jax.Array]:
         """As chunk.RowSums: products of the mask with parts of x that are exact in bfloat16."""
         count = 2 if self.narrow == jnp.bfloat16 else 3

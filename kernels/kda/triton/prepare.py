@@ -117,6 +117,7 @@ def _prepare_keys(
 ) -> tuple[Halves, Halves] | tuple[()]:
     """Writes the factors of a part of the key channels; adds its scores (of q, of k), if asked."""
     narrow = plan.narrow
+    scores_of = partial(chunk.scores, narrow=narrow, dot_both=plan.dot_both)
     first, second = halves
     cuts = [read_cuts(tokens, rows.rows) for rows in halves]
     gate, raws = read_gate(tokens, part), [read_raw(tokens, rows.rows, part) for rows in halves]
@@ -125,7 +126,7 @@ def _prepare_keys(
     decays = plan.decays(x.g_RK, tokens.masks)
     if scores:
         of_q, of_k = scores
-        firsts = chunk.scores((of_q.first, of_k.first), x.q_RK, x.k_RK, decays, narrow, plan.dot)
+        firsts = scores_of((of_q.first, of_k.first), x.q_RK, x.k_RK, decays)
     shifted_RK = decays.from_start_shifted()
     for array, x_RK in ((out.q_enter, x.q_RK), (out.k_enter, x.k_RK)):
         enter_RK = (x_RK * shifted_RK).astype(narrow) * decays.start_factor  # a power of 2
@@ -135,7 +136,7 @@ def _prepare_keys(
     x = activate(plan, second, gate, raws[1])
     decays = plan.decays(x.g_RK, tokens.masks)
     if scores:
-        seconds = chunk.scores((of_q.second, of_k.second), x.q_RK, x.k_RK, decays, narrow, plan.dot)
+        seconds = scores_of((of_q.second, of_k.second), x.q_RK, x.k_RK, decays)
     total_1K = decays.total()
     out.total[part] = keep(cuts[0] and cuts[0].passes_11, first_total_1K * total_1K).reshape(-1)
     leave_RK = keep(cuts[0] and cuts[0].leaves_R1, to_border_RK * total_1K)
