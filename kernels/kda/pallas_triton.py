@@ -10,7 +10,7 @@ Backward, five launches:
   reverse    per tile of V, last chunk first: the gradients of v_new and of the leaving states.
   solve_vjp  per chunk: what needs the value channels only, dv and dbeta among it.
   grads      per chunk and part of K: dq, dk and dgate, down to the raw inputs.
-Where chains are few, pieces of a sequence are scanned side by side (scans.py): one or two scans
+Where chains are few, pieces of a sequence are scanned side by side (pieces.py): one or two scans
 more forward, one more reverse, and a small kernel each way that links the pieces. Kept for the
 backward: the inputs, norms, o, P, T, v - k exp(G) S, and the states and maps of the pieces; "full",
 also what makes the first two launches needless; "lean", the inputs alone, and then the forward
@@ -33,19 +33,10 @@ from kernels.kda import chunk
 from kernels.kda.once import differentiable_once
 from kernels.kda.operands import KdaInputs, KdaOptions
 from kernels.kda.triton.backward import Chain, ValueSide, grads, solve_vjp
+from kernels.kda.triton.pieces import Pieces, entering_states, leaving_gradients, piece_chunks
 from kernels.kda.triton.plan import Plan
 from kernels.kda.triton.prepare import Prepared, Solved, prepare, prepare_again
-from kernels.kda.triton.scans import (
-    Pieces,
-    Span,
-    Start,
-    Stream,
-    entering_states,
-    leaving_gradients,
-    piece_chunks,
-    reverse,
-    scan,
-)
+from kernels.kda.triton.scans import Span, Start, Stream, reverse, scan
 from kernels.kda.triton.tokens import RowFactors, Tokens
 from kernels.numerics import vary_together
 

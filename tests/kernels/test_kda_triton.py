@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from kernels.kda import chunk, kda, pallas_triton
 from kernels.kda.operands import KdaInputs, KdaOptions
-from kernels.kda.triton import scans
+from kernels.kda.triton import pieces
 from kernels.kda.triton.inverse import unit_lower_inverse
 from kernels.kda.triton.plan import Plan
 from tests.kernels.kda_cases import (
@@ -84,7 +84,7 @@ def lower_for_cuda(
 
 @pytest.fixture
 def short_pieces(monkeypatch):
-    monkeypatch.setattr(scans, "PIECE_UNIT", 1)
+    monkeypatch.setattr(pieces, "PIECE_UNIT", 1)
 
 
 def abstract_gpus(**axes):

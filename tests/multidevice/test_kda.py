@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec as P
 from kernels.kda import kda
-from kernels.kda.triton import scans
+from kernels.kda.triton import pieces
 from tests.kernels.kda_cases import random_inputs
 
-scans.PIECE_UNIT = 1
+pieces.PIECE_UNIT = 1
 T = 20 if not OPTIONS else 70  # three chunks of 32: pieces of 2 and 1
 segment_ids = np.arange(2 * T).reshape(2, T) // 7
 inputs = random_inputs(2, T, 2, 2, 16, 8) | {"segment_ids": segment_ids}
