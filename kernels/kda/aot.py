@@ -191,7 +191,15 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--gate_kind", choices=("bounded", "softplus"), default="bounded")
     parser.add_argument("--what", nargs="+", choices=PARTS, default=PARTS)
-    return parser.parse_args()
+    options = parser.parse_args()
+    num_heads = options.shape[2]
+    if min(options.shape) < 1:
+        parser.error(f"--shape is {options.shape}; all must be positive, such as 1 8192 32")
+    if not 1 <= options.dim <= 256:
+        parser.error(f"--dim is {options.dim}; the kernels take 1 to 256, such as 128")
+    if num_heads % options.chips:
+        parser.error(f"{num_heads} heads do not divide by --chips {options.chips}; 1 always works")
+    return options
 
 
 def report(
@@ -243,7 +251,10 @@ def main() -> None:
         try:
             devices = topology(options.chip)[: options.chips]
         except RuntimeError as error:
-            raise SystemExit(f"error: this needs libtpu (pip install libtpu): {error}") from None
+            raise SystemExit(
+                "error: this needs libtpu: `make libtpu` fetches it, PYTHONPATH=.libtpu shows it "
+                f"to JAX ({error})"
+            ) from None
         if options.what[0] == PARTS[0]:
             chips = f"{options.chips} x {devices[0].device_kind}, jax {jax.__version__}"
             print(f"{chips}, B, T, H {tuple(options.shape)}")

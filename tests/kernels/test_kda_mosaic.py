@@ -14,7 +14,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from kernels.kda import api, kda, kda_decode, pallas_mosaic_tpu
+from kernels.kda import aot, api, kda, kda_decode, pallas_mosaic_tpu
 from kernels.kda.mosaic import plan
 from tests.kernels.kda_cases import (
     assert_close,
@@ -191,6 +191,21 @@ def test_compiles_ahead_of_time(chip, arguments):
     assert [k for k, *_ in kernels].count("kda_forward") == 2  # alone, and before the backward
     assert [k for k, *_ in kernels].count("kda_backward") == 1
     assert all(float(x) > 0 for _, *numbers in kernels for x in numbers), said
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("--shape", 1, 0, 8), "all must be positive, such as 1 8192 32"),
+        (("--dim", 300), "the kernels take 1 to 256, such as 128"),
+        (("--shape", 1, 512, 3, "--chips", 2), "3 heads do not divide by --chips 2"),
+    ],
+)
+def test_errors_say_what_would_work(monkeypatch, capsys, arguments, message):
+    monkeypatch.setattr(sys, "argv", ["aot", *map(str, arguments)])
+    with pytest.raises(SystemExit):
+        aot.main()
+    assert message in capsys.readouterr().err
 
 
 @needs_libtpu
