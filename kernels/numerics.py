@@ -26,7 +26,10 @@ def platform() -> str:
     are compiled ahead of time for what is not there.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.default_backend() if device is None else device.platform
+    if device is None:
+        return jax.default_backend()
+    # A device names its own kind of GPU, a backend does not.
+    return "gpu" if device.platform in ("cuda", "rocm") else device.platform
 
 
 def vary_together(*arrays: jax.Array) -> tuple[jax.Array, ...]:
