@@ -11,13 +11,9 @@ import jax.numpy as jnp
 from kernels.kda.blocks import Implementation, kda_by_blocks
 from kernels.kda.checks import check_arrays, check_gate, check_implementation
 from kernels.kda.chunked import kda_chunked
-from kernels.kda.operands import KdaInputs, KdaOptions, complete
-from kernels.kda.pallas_mosaic_tpu import kda_pallas_mosaic_tpu, unsupported_by_mosaic
-from kernels.kda.pallas_triton import (
-    kda_pallas_triton,
-    kda_states_pallas_triton,
-    unsupported_by_triton,
-)
+from kernels.kda.operands import KdaInputs, KdaOptions, complete, unsupported_by_kernels
+from kernels.kda.pallas_mosaic_tpu import kda_pallas_mosaic_tpu
+from kernels.kda.pallas_triton import kda_pallas_triton, kda_states_pallas_triton
 from kernels.kda.reference import kda_reference
 from kernels.kda.tiles import TILE
 from kernels.numerics import platform
@@ -164,12 +160,8 @@ def kda(
 
 def default_implementation(inputs: KdaInputs) -> str:
     """The best that serves a call on the default backend."""
-    kernels = {
-        "gpu": ("pallas_triton", unsupported_by_triton),
-        "tpu": ("pallas_mosaic_tpu", unsupported_by_mosaic),
-    }
-    name, unsupported = kernels.get(platform(), ("xla", lambda _: None))
-    return "xla" if unsupported(inputs) else name
+    kernels = {"gpu": "pallas_triton", "tpu": "pallas_mosaic_tpu"}
+    return "xla" if unsupported_by_kernels(inputs) else kernels.get(platform(), "xla")
 
 
 def _count_restarts(segment_ids: jax.Array | None, lengths: jax.Array | None) -> jax.Array | None:

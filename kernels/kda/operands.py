@@ -57,6 +57,16 @@ class KdaInputs(NamedTuple):
         return self.initial_state_BHKV.dtype
 
 
+def unsupported_by_kernels(inputs: KdaInputs) -> str | None:
+    """Why the compiled kernels, on whatever backend, do not serve these inputs; None if they do."""
+    key_dim, value_dim = inputs.q_BTQK.shape[-1], inputs.v_BTHV.shape[-1]
+    if max(key_dim, value_dim) > 256:
+        return f"key and value dims up to 256, not {key_dim} and {value_dim}"
+    if inputs.compute_dtype == jnp.float64:
+        return "bfloat16 and float32, not float64"
+    return None
+
+
 def complete(
     q: jax.Array,
     k: jax.Array,

@@ -22,20 +22,10 @@ from kernels.kda.mosaic.forward import Out, forward
 from kernels.kda.mosaic.plan import Interpret, Masks, Plan, heads_of_a_program
 from kernels.kda.mosaic.tokens import Tokens
 from kernels.kda.once import differentiable_once
-from kernels.kda.operands import KdaInputs, KdaOptions
+from kernels.kda.operands import KdaInputs, KdaOptions, unsupported_by_kernels
 from kernels.numerics import platform, vary_together
 
 LANES = 128
-
-
-def unsupported_by_mosaic(inputs: KdaInputs) -> str | None:
-    """Why the compiled kernels do not serve these inputs; None if they do."""
-    key_dim, value_dim = inputs.q_BTQK.shape[-1], inputs.v_BTHV.shape[-1]
-    if max(key_dim, value_dim) > 256:
-        return f"key and value dims up to 256, not {key_dim} and {value_dim}"
-    if inputs.compute_dtype == jnp.float64:
-        return "bfloat16 and float32, not float64"
-    return None
 
 
 def interpret() -> Interpret:
@@ -50,7 +40,7 @@ def kda_pallas_mosaic_tpu(inputs: KdaInputs, options: KdaOptions) -> tuple[jax.A
     Eq. 3-9.
     Raises NotImplementedError for what the compiled kernels do not serve.
     """
-    limits = unsupported_by_mosaic(inputs)
+    limits = unsupported_by_kernels(inputs)
     if limits and not interpret():
         raise NotImplementedError(
             f"implementation 'pallas_mosaic_tpu' takes {limits}: use implementation='xla'"

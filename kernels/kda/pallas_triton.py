@@ -31,7 +31,7 @@ import jax.numpy as jnp
 
 from kernels.kda import chunk
 from kernels.kda.once import differentiable_once
-from kernels.kda.operands import KdaInputs, KdaOptions
+from kernels.kda.operands import KdaInputs, KdaOptions, unsupported_by_kernels
 from kernels.kda.triton.backward import Chain, ValueSide, grads, solve_vjp
 from kernels.kda.triton.pieces import Pieces, entering_states, leaving_gradients, piece_chunks
 from kernels.kda.triton.plan import Plan
@@ -39,16 +39,6 @@ from kernels.kda.triton.prepare import Prepared, Solved, prepare, prepare_again
 from kernels.kda.triton.scans import Span, Start, Stream, reverse, scan
 from kernels.kda.triton.tokens import RowFactors, Tokens
 from kernels.numerics import vary_together
-
-
-def unsupported_by_triton(inputs: KdaInputs) -> str | None:
-    """Why the compiled kernels do not serve these inputs; None if they do."""
-    key_dim, value_dim = inputs.q_BTQK.shape[-1], inputs.v_BTHV.shape[-1]
-    if max(key_dim, value_dim) > 256:
-        return f"key and value dims up to 256, not {key_dim} and {value_dim}"
-    if inputs.compute_dtype == jnp.float64:
-        return "bfloat16 and float32, not float64"
-    return None
 
 
 def kda_pallas_triton(inputs: KdaInputs, options: KdaOptions) -> tuple[jax.Array, jax.Array]:
@@ -89,7 +79,7 @@ def kda_states_pallas_triton(
 def _prepare_call(inputs: KdaInputs, options: KdaOptions) -> tuple[Plan, KdaInputs]:
     """The plan of a call, and its inputs as the kernels take them."""
     interpret = jax.default_backend() != "gpu"
-    limits = unsupported_by_triton(inputs)
+    limits = unsupported_by_kernels(inputs)
     if limits and not interpret:
         raise NotImplementedError(
             f"implementation 'pallas_triton' takes {limits}: use implementation='xla'"

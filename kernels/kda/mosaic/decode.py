@@ -15,8 +15,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels.kda.mosaic.plan import VMEM_LIMIT, Plan
 from kernels.kda.mosaic.tokens import Raw, activate
-from kernels.kda.operands import KdaInputs, KdaOptions
-from kernels.kda.pallas_mosaic_tpu import interpret, unsupported_by_mosaic
+from kernels.kda.operands import KdaInputs, KdaOptions, unsupported_by_kernels
+from kernels.kda.pallas_mosaic_tpu import interpret
 from kernels.numerics import vary_together, varying_like
 
 HEADS = 8  # of a program, if they divide; blocks of fewer than all need a multiple of 8
@@ -42,7 +42,7 @@ def decode_pallas_mosaic_tpu(inputs: KdaInputs, options: KdaOptions) -> tuple[ja
     The state's buffer is the result's: XLA copies it only where the caller still needs the old one.
     Source: Kimi K3 report Eq. 1. Raises NotImplementedError for what the kernel does not serve.
     """
-    limits = unsupported_by_mosaic(inputs)
+    limits = unsupported_by_kernels(inputs)
     if limits and not interpret():
         raise NotImplementedError(
             f"implementation 'pallas_mosaic_tpu' takes {limits}: use implementation='xla'"

@@ -12,8 +12,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from kernels.kda.gates import L2_NORM_EPS, write_strength
-from kernels.kda.operands import Activated, KdaInputs, KdaOptions, log_decay
-from kernels.kda.pallas_triton import unsupported_by_triton
+from kernels.kda.operands import (
+    Activated,
+    KdaInputs,
+    KdaOptions,
+    log_decay,
+    unsupported_by_kernels,
+)
 from kernels.kda.reference import token_step
 from kernels.numerics import vary_together, varying_like
 
@@ -43,7 +48,7 @@ def decode_pallas_triton(inputs: KdaInputs, options: KdaOptions) -> tuple[jax.Ar
     Source: Kimi K3 report Eq. 1. Raises NotImplementedError for what the kernel does not serve.
     """
     interpret = jax.default_backend() != "gpu"
-    limits = unsupported_by_triton(inputs)
+    limits = unsupported_by_kernels(inputs)
     if limits and not interpret:
         raise NotImplementedError(
             f"implementation 'pallas_triton' takes {limits}: use implementation='xla'"
