@@ -3,14 +3,18 @@
 import jax
 import jax.numpy as jnp
 
+from kernels.numerics import platform
+
 LANES = 128
 MAX_BLOCK_SIZE = 512
 
 
-def unsupported_by_splash(dtype: jnp.dtype) -> str | None:
-    """Why splash cannot serve inputs of this type, or None if it can."""
-    if dtype != jnp.bfloat16:
-        return f"its products round to bfloat16, so it takes bfloat16 inputs, not {dtype}"
+def unsupported_by_splash(q_BTHK: jax.Array, k_BSHK: jax.Array) -> str | None:
+    """Why splash cannot serve these inputs, or None if it can."""
+    if q_BTHK.dtype != jnp.bfloat16:
+        return f"its products round to bfloat16, so it takes bfloat16 inputs, not {q_BTHK.dtype}"
+    if q_BTHK.shape != k_BSHK.shape:
+        return f"it takes a key for every query, not {k_BSHK.shape[1]} for {q_BTHK.shape[1]}"
     return None
 
 
@@ -41,7 +45,7 @@ def attention_splash(
         ),
         head_shards=1,
         q_seq_shards=1,
-        interpret=jax.default_backend() != "tpu",
+        interpret=platform() != "tpu",
     )
 
     def heads_first(x_BTHK: jax.Array) -> jax.Array:

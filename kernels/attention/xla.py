@@ -2,7 +2,7 @@
 
 The loop visits only pairs of a query block and a key block on or below the diagonal, one after the
 other, so work is the causal half, memory is linear in T, and the program does not grow with T.
-Letters: N blocks of C tokens; a block array is [N,B,H,C,K].
+Letters: T queries among S keys, N blocks of C tokens; a block array is [N,B,H,C,K].
 """
 
 from collections.abc import Callable
@@ -15,17 +15,18 @@ import jax.numpy as jnp
 from kernels.numerics import accumulation_dtype, precision_for
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def attention_xla(
     q_BTHK: jax.Array,
     k_BSHK: jax.Array,
     v_BSHV: jax.Array,
-    segment_ids_BT: jax.Array | None,
+    segment_ids_BS: jax.Array | None,
+    first_query: jax.Array | None,
     scale: float,
     block_size: int,
 ) -> jax.Array:
     """See kernels.attention.attention."""
-    return _forward(q_BTHK, k_BSHK, v_BSHV, segment_ids_BT, scale, block_size)[0]
+    return _forward(q_BTHK, k_BSHK, v_BSHV, segment_ids_BS, first_query, scale, block_size)[0]
 
 
 def default_block_size(num_tokens: int) -> int:
@@ -42,7 +43,8 @@ class _Saved(NamedTuple):
     q_BTHK: jax.Array
     k_BSHK: jax.Array
     v_BSHV: jax.Array
-    segment_ids_BT: jax.Array | None
+    segment_ids_BS: jax.Array | None
+    first_query: jax.Array | None
     o_BTHV: jax.Array
     log_sum_NBHC: jax.Array
 
@@ -51,13 +53,16 @@ def _forward(
     q_BTHK: jax.Array,
     k_BSHK: jax.Array,
     v_BSHV: jax.Array,
-    segment_ids_BT: jax.Array | None,
+    segment_ids_BS: jax.Array | None,
+    first_query: jax.Array | None,
     scale: float,
     block_size: int,
 ) -> tuple[jax.Array, _Saved]:
     dtype = accumulation_dtype(v_BSHV.dtype)
     q_NBHCK, k_NBHCK, v_NBHCV = (_split(x, block_size) for x in (q_BTHK, k_BSHK, v_BSHV))
-    score = _score_function(q_NBHCK, k_NBHCK, segment_ids_BT, scale, dtype)
+    pairs = _Pairs(first_query, block_size, q_NBHCK.shape[0], k_NBHCK.shape[0])
+    visible = _visible_function(pairs, segment_ids_BS, q_BTHK.shape[1])
+    score = _score_function(q_NBHCK, k_NBHCK, visible, scale, dtype)
     matmul = _matmul_for(v_BSHV.dtype, dtype)
 
     def visit(i: jax.Array, j: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -73,25 +78,28 @@ def _forward(
 
     rows = q_NBHCK.shape[:-1]
     start = (
-        jnp.zeros_like(v_NBHCV, dtype=dtype),
-        jnp.full_like(q_NBHCK, -jnp.inf, shape=rows, dtype=dtype),
+        jnp.zeros_like(q_NBHCK, shape=(*rows, v_NBHCV.shape[-1]), dtype=dtype),
+        # Finite, so that a block without a visible key adds exp(-inf) = 0 and no NaN.
+        jnp.full_like(q_NBHCK, jnp.finfo(dtype).min, shape=rows, dtype=dtype),
         jnp.zeros_like(q_NBHCK, shape=rows, dtype=dtype),
     )
-    o_NBHCV, m_NBHC, l_NBHC = _for_each_pair(rows[0], visit, start)
+    o_NBHCV, m_NBHC, l_NBHC = pairs.visit(visit, start)
     o_BTHV = _join(o_NBHCV / l_NBHC[..., None], q_BTHK.shape[1])
     log_sum_NBHC = m_NBHC + jnp.log(l_NBHC)
-    return o_BTHV, _Saved(q_BTHK, k_BSHK, v_BSHV, segment_ids_BT, o_BTHV, log_sum_NBHC)
+    return o_BTHV, _Saved(q_BTHK, k_BSHK, v_BSHV, segment_ids_BS, first_query, o_BTHV, log_sum_NBHC)
 
 
 def _backward(
     scale: float, block_size: int, saved: _Saved, do_BTHV: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+) -> tuple[jax.Array, jax.Array, jax.Array, None, None]:
     """With P the weights and D = sum(do * o): dS = P * (do v^T - D), dq = scale dS k, and so on."""
     dtype = do_BTHV.dtype
     q_NBHCK, k_NBHCK, v_NBHCV = (
         _split(x, block_size) for x in (saved.q_BTHK, saved.k_BSHK, saved.v_BSHV)
     )
-    score = _score_function(q_NBHCK, k_NBHCK, saved.segment_ids_BT, scale, dtype)
+    pairs = _Pairs(saved.first_query, block_size, q_NBHCK.shape[0], k_NBHCK.shape[0])
+    visible = _visible_function(pairs, saved.segment_ids_BS, saved.q_BTHK.shape[1])
+    score = _score_function(q_NBHCK, k_NBHCK, visible, scale, dtype)
     matmul = _matmul_for(saved.v_BSHV.dtype, dtype)
     do_NBHCV = _split(do_BTHV, block_size)
     delta_NBHC = jnp.sum(do_NBHCV * _split(saved.o_BTHV, block_size), axis=-1)
@@ -109,64 +117,92 @@ def _backward(
         )
 
     start = tuple(jnp.zeros_like(x, dtype=dtype) for x in (q_NBHCK, k_NBHCK, v_NBHCV))
-    dq_NBHCK, dk_NBHCK, dv_NBHCV = _for_each_pair(q_NBHCK.shape[0], visit, start)
+    dq_NBHCK, dk_NBHCK, dv_NBHCV = pairs.visit(visit, start)
+    grads = (dq_NBHCK * scale, saved.q_BTHK), (dk_NBHCK * scale, saved.k_BSHK)
     dq, dk, dv = (
-        _join(x, do_BTHV.shape[1]) for x in (dq_NBHCK * scale, dk_NBHCK * scale, dv_NBHCV)
+        _join(dx, x.shape[1]).astype(x.dtype) for dx, x in (*grads, (dv_NBHCV, saved.v_BSHV))
     )
-    return (
-        dq.astype(saved.q_BTHK.dtype),
-        dk.astype(saved.k_BSHK.dtype),
-        dv.astype(saved.v_BSHV.dtype),
-        None,
-    )
+    return dq, dk, dv, None, None
 
 
 attention_xla.defvjp(_forward, _backward)
 
 
-def _for_each_pair(
-    num_blocks: int,
-    visit: Callable[[jax.Array, jax.Array, tuple[jax.Array, ...]], tuple[jax.Array, ...]],
-    state: tuple[jax.Array, ...],
-) -> tuple[jax.Array, ...]:
-    """Visits (query block i, key block j <= i), each i with j = i first.
+class _Pairs(NamedTuple):
+    """The pairs of query block i and key block j that hold a query and a key up to it."""
 
-    On the diagonal every query meets at least itself. Coming first, it makes the running maximum
-    finite, so that a later block without any visible key contributes exp(-inf) = 0 and no NaN.
-    """
+    first_query: jax.Array | None  # None: 0, known while tracing
+    block_size: int
+    num_query_blocks: int
+    num_key_blocks: int
 
-    def step(_: jax.Array, carry: tuple) -> tuple:
-        i, j, state = carry
-        state = visit(i, j, state)
-        row_done = j == 0
-        i = jnp.where(row_done, i + 1, i)
-        return i, jnp.where(row_done, i, j - 1), state
+    @property
+    def first(self) -> jax.Array | int:
+        return 0 if self.first_query is None else self.first_query
 
-    num_pairs = num_blocks * (num_blocks + 1) // 2
-    return jax.lax.fori_loop(0, num_pairs, step, (jnp.int32(0), jnp.int32(0), state))[2]
+    def last(self, i: jax.Array) -> jax.Array:
+        """The last key block that query block i meets."""
+        last_query = self.first + (i + 1) * self.block_size - 1
+        return jnp.minimum(last_query // self.block_size, self.num_key_blocks - 1)
+
+    def visit(
+        self,
+        function: Callable[[jax.Array, jax.Array, tuple[jax.Array, ...]], tuple[jax.Array, ...]],
+        state: tuple[jax.Array, ...],
+    ) -> tuple[jax.Array, ...]:
+        """function(i, j, state) for all pairs, with the last key block first."""
+
+        def step(_: jax.Array, carry: tuple) -> tuple:
+            i, j, state = carry
+            state = function(i, j, state)
+            row_done = j == 0
+            i = jnp.where(row_done, i + 1, i)
+            return i, jnp.where(row_done, self.last(i), j - 1), state
+
+        blocks = self.num_query_blocks
+        if self.first_query is None:
+            num_pairs = blocks * (blocks + 1) // 2
+        else:
+            num_pairs = jnp.sum(self.last(jnp.arange(blocks)) + 1)
+        first = jnp.zeros_like(num_pairs, jnp.int32)
+        return jax.lax.fori_loop(0, num_pairs, step, (first, self.last(first), state))[2]
+
+
+def _visible_function(
+    pairs: _Pairs, segment_ids_BS: jax.Array | None, num_queries: int
+) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Which keys of block j the queries of block i see, [B, C, C] or [1, C, C]."""
+    size, first = pairs.block_size, pairs.first
+    offsets_C = jnp.arange(size)
+    if segment_ids_BS is not None:
+        ids_BT = jax.lax.dynamic_slice_in_dim(segment_ids_BS, first, num_queries, axis=1)
+        query_ids_NBC, key_ids_NBC = (
+            _split(ids[:, :, None, None], size)[:, :, 0, :, 0] for ids in (ids_BT, segment_ids_BS)
+        )
+
+    def visible(i: jax.Array, j: jax.Array) -> jax.Array:
+        behind_CS = first + (i - j) * size + offsets_C[:, None] - offsets_C[None, :]
+        visible_BCS = (behind_CS >= 0)[None]
+        if segment_ids_BS is not None:
+            visible_BCS &= query_ids_NBC[i][:, :, None] == key_ids_NBC[j][:, None, :]
+        return visible_BCS
+
+    return visible
 
 
 def _score_function(
     q_NBHCK: jax.Array,
     k_NBHCK: jax.Array,
-    segment_ids_BT: jax.Array | None,
+    visible: Callable[[jax.Array, jax.Array], jax.Array],
     scale: float,
     dtype: jnp.dtype,
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """The scores of query block i with key block j, -inf where a key is not visible."""
-    block_size = q_NBHCK.shape[3]
     matmul = _matmul_for(q_NBHCK.dtype, dtype)
-    offsets_C = jnp.arange(block_size)
-    if segment_ids_BT is not None:
-        ids_NBC = _split(segment_ids_BT[:, :, None, None], block_size)[:, :, 0, :, 0]
 
     def score(i: jax.Array, j: jax.Array) -> jax.Array:
-        behind_CS = (i - j) * block_size + offsets_C[:, None] - offsets_C[None, :]
-        visible_BCS = (behind_CS >= 0)[None]
-        if segment_ids_BT is not None:
-            visible_BCS &= ids_NBC[i][:, :, None] == ids_NBC[j][:, None, :]
         scores_BHCS = scale * matmul("bhck,bhsk->bhcs", q_NBHCK[i], k_NBHCK[j])
-        return jnp.where(visible_BCS[:, None], scores_BHCS, -jnp.inf)
+        return jnp.where(visible(i, j)[:, None], scores_BHCS, -jnp.inf)
 
     return score
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from kernels.grouped_matmul.ragged_dot import grouped_matmul_ragged_dot
 from kernels.grouped_matmul.reference import grouped_matmul_reference
 from kernels.grouped_matmul.xla import grouped_matmul_xla
-from kernels.numerics import vary_together
+from kernels.numerics import platform, vary_together
 
 IMPLEMENTATIONS = ("reference", "xla", "ragged_dot")
 
@@ -46,7 +46,7 @@ def grouped_matmul(
     """
     _check(x_MK, w_EKN, group_sizes_E, group_multiple)
     if implementation is None:
-        implementation = "ragged_dot" if jax.default_backend() == "tpu" else "xla"
+        implementation = "ragged_dot" if platform() == "tpu" else "xla"
     x_MK, w_EKN, group_sizes_E = vary_together(x_MK, w_EKN, group_sizes_E)
     if implementation == "xla":
         return grouped_matmul_xla(x_MK, w_EKN, group_sizes_E, group_multiple)

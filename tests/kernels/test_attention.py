@@ -45,12 +45,12 @@ def with_gradients(function, segment_ids, q, k, v, do):
 # Cached, so that cases of one shape share a compilation.
 @functools.cache
 def in_blocks(block_size, scale=0.4):
-    return lambda q, k, v, segment_ids: attention_xla(q, k, v, segment_ids, scale, block_size)
+    return lambda q, k, v, segment_ids: attention_xla(q, k, v, segment_ids, None, scale, block_size)
 
 
 @functools.cache
 def dense(scale=0.4):
-    return lambda q, k, v, segment_ids: attention_reference(q, k, v, segment_ids, scale)
+    return lambda q, k, v, segment_ids: attention_reference(q, k, v, segment_ids, None, scale)
 
 
 @functools.cache
@@ -133,6 +133,29 @@ def test_splash_lowers_for_a_tpu(monkeypatch):
     assert lowered.as_text().count("tpu_custom_call") == 3  # o, dq, and dk with dv
 
 
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("kind", ["none", "packed", "returning_ids"])
+def test_parts_of_the_queries_equal_the_whole(x64, kind, implementation):
+    """Parts that blocks do not divide, their place traced: what a shard of a sequence computes."""
+    q, k, v, do = inputs(600, jnp.float64, batch=1, heads=1)
+    segment_ids = documents(600, kind, batch=1)
+    expected = with_gradients(dense(), segment_ids, q, k, v, do)
+
+    @jax.jit
+    def part(first, q, k, v, do):
+        def call(q, k, v):
+            options = {"segment_ids": segment_ids, "first_query": first, "scale": 0.4}
+            return attention(q, k, v, implementation=implementation, **options)
+
+        o, pull = jax.vjp(call, q, k, v)
+        return (o, *pull(do))
+
+    parts = [part(t, q[:, t : t + 200], k, v, do[:, t : t + 200]) for t in range(0, 600, 200)]
+    o, dq, dk, dv = zip(*parts, strict=True)
+    actual = jnp.concatenate(o, 1), jnp.concatenate(dq, 1), sum(dk), sum(dv)
+    assert_close(actual, expected, 1e-12)
+
+
 def test_large_scores_do_not_overflow():
     q, k, v, do = inputs(40)
     actual = with_gradients(in_blocks(8, 100.0), None, q, k, v, do)
@@ -154,7 +177,7 @@ def gradient_of_length(num_tokens):
     shapes = [jax.ShapeDtypeStruct((1, num_tokens, 1, w), jnp.float32) for w in (8, 8, 4)]
 
     def loss(q, k, v):
-        return jnp.sum(attention_xla(q, k, v, None, 1.0, 64) ** 2)
+        return jnp.sum(attention_xla(q, k, v, None, None, 1.0, 64) ** 2)
 
     return jax.jit(jax.value_and_grad(loss, (0, 1, 2))).trace(*shapes)
 
@@ -204,11 +227,13 @@ def test_inside_shard_map():
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (dict(k=jnp.zeros((1, 5, 2, 4))), ValueError, "same B, T and H"),
-        (dict(v=jnp.zeros((1, 4, 1, 3))), ValueError, "same B, T and H"),
+        (dict(k=jnp.zeros((1, 4, 1, 4))), ValueError, "same B and H"),
+        (dict(v=jnp.zeros((1, 4, 1, 3))), ValueError, "same B and H"),
         (dict(v=jnp.zeros((1, 4, 2, 3), jnp.bfloat16)), ValueError, "one floating dtype"),
         (dict(segment_ids=jnp.zeros((4,), jnp.int32)), ValueError, "segment_ids are integers"),
         (dict(segment_ids=jnp.zeros((1, 4))), ValueError, "segment_ids are integers"),
+        (dict(q=jnp.zeros((1, 5, 2, 4))), ValueError, "a first_query such as 0"),
+        (dict(first_query=1), ValueError, "queries from 1 on .* such as 0"),
         (dict(implementation="flash"), ValueError, "use None or one of reference, xla, splash"),
         (dict(implementation="splash"), NotImplementedError, "takes bfloat16 inputs, not float32"),
     ],
