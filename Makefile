@@ -5,6 +5,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+CONFIG ?= configs/tiny.py
 WORKDIR ?= runs/tiny
 
 .PHONY: train test test-all lint format libtpu clean
@@ -17,7 +18,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 train: $(VENV)/.ready
-	$(BIN)/python -m train --config=configs/tiny.py --workdir=$(WORKDIR)
+	$(BIN)/python -m train --config=$(CONFIG) --workdir=$(WORKDIR)
 
 test: $(VENV)/.ready
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 -m "not slow"

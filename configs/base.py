@@ -40,13 +40,13 @@ def get_config() -> ConfigDict:
     config.step = step = ConfigDict()
     step.loss = ConfigDict()
     step.loss.z_loss = 0.0  # weight of logsumexp(logits)^2
-    step.loss.chunk_tokens = 8192  # logits exist for so many tokens at a time
+    step.loss.chunk_tokens = 8192  # a device has logits of so many tokens at a time
     step.accumulation = 1  # microbatches of an optimizer step
 
     config.mesh = mesh = ConfigDict()
-    mesh.data = -1  # devices along each axis; -1: what is left
-    mesh.expert = 1
-    mesh.sequence = 1
+    mesh.data = -1  # devices along each axis; -1: what is left. Rows lie over data and expert,
+    mesh.expert = 1  # experts over expert,
+    mesh.sequence = 1  # the tokens of a row over sequence, large parameters over data and sequence
     mesh.cpu_devices = 1  # devices that JAX makes of the CPU
 
     config.run = run = ConfigDict()
@@ -83,6 +83,7 @@ def get_model() -> ConfigDict:
     model.param_dtype = "float32"
     model.remat = "full"  # what the backward pass recomputes: "none", "dots" (all but), "full"
     model.scan = True  # False: unrolled layers, for debugging
+    model.shard_min_size = 2**20  # numbers from which on a parameter is spread over devices
 
     model.kda = kda = ConfigDict()
     kda.num_heads = 4  # H
@@ -120,6 +121,8 @@ def get_model() -> ConfigDict:
     moe.combine_scores = "unbiased"  # or "biased": the released Kimi-Linear-48B
     moe.routed_scaling_factor = 1.0
     moe.row_block = 64  # rows of a grouped-matmul block; experts are padded to it
+    moe.dispatch = "gather"  # tokens to experts on other devices; or "all_to_all"
+    moe.buffer_factor = None  # room of a device for assignments, in even loads; None: for any load
     moe.implementation = None
 
     model.balance = balance = ConfigDict()

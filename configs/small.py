@@ -1,4 +1,4 @@
-"""One GPU: K3's architecture at width 1024 and 17 layers; all speed figures use this shape.
+"""One GPU: K3's architecture at width 1024 and 17 layers.
 
 Command:  python -m train --config=configs/small.py --workdir=runs/small
 Expected: seen on one H200 with --config.data.batch_size=2 for 30 steps only: 3 minutes of

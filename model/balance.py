@@ -39,7 +39,11 @@ def init_balance(
 
 
 def layer_stats(
-    config: BalanceConfig, routing: Routing, bin_range: jax.Array, valid_M: jax.Array
+    config: BalanceConfig,
+    routing: Routing,
+    bin_range: jax.Array,
+    valid_M: jax.Array,
+    dropped: jax.Array | int = 0,
 ) -> Stats:
     """What one MoE layer's balancing needs to know about these tokens; no gradient.
 
@@ -47,14 +51,18 @@ def layer_stats(
       routing: of M tokens.
       bin_range: [2], this layer's entry of balance["bin_range"].
       valid_M: bool, False on padding, which is not counted.
+      dropped: assignments that found no room in model.expert_parallel.
 
     Returns:
-      load [E] int32, tokens per expert; with "histogram" also histogram [E, num_bins] int32 of
-      r = alpha - s (Kimi K3 report, appendix D); with "quantile" margins [M, E] s - alpha, -inf
-      on padding, where they are below every real one.
+      load [E] int32, tokens per expert; dropped int32; with "histogram" also histogram
+      [E, num_bins] int32 of r = alpha - s (Kimi K3 report, appendix D); with "quantile" margins
+      [M, E] s - alpha, -inf on padding, where they are below every real one.
     """
     E = routing.scores_ME.shape[-1]
-    stats = {"load": _count(routing.expert_ids_MJ, valid_M, E)}
+    stats = {
+        "load": _count(routing.expert_ids_MJ, valid_M, E),
+        "dropped": jnp.asarray(dropped, jnp.int32),
+    }
     margins_ME = jax.lax.stop_gradient(routing.scores_ME - routing.alpha_M[:, None])
     if config.estimator == "histogram":
         low, high = bin_range.astype(margins_ME.dtype)
@@ -86,7 +94,10 @@ def empty_stats(
     Raises:
       ValueError: the "quantile" estimator would keep more than config.max_margins numbers.
     """
-    stats = {"load": jnp.zeros((num_layers, num_experts), jnp.int32)}
+    stats = {
+        "load": jnp.zeros((num_layers, num_experts), jnp.int32),
+        "dropped": jnp.zeros((num_layers,), jnp.int32),
+    }
     if config.estimator == "histogram":
         stats["histogram"] = jnp.zeros((num_layers, num_experts, config.num_bins), jnp.int32)
     elif config.estimator == "quantile":

@@ -4,11 +4,17 @@ A person's ml_collections config becomes these in train/config.py; model code se
 """
 
 import dataclasses
+from collections.abc import Iterable
+
+import kernels.attention.api as attention
+import kernels.grouped_matmul.api as grouped_matmul
+import kernels.kda.api as kda
 
 GATE_KINDS = ("bounded", "softplus")
 OUTPUT_GATES = ("full", "low_rank")
 ROUTERS = ("sigmoid", "softmax")
 COMBINE_SCORES = ("unbiased", "biased")
+DISPATCHES = ("gather", "all_to_all")
 ESTIMATORS = ("histogram", "quantile", "sign", "aux_loss", "none")
 RESIDUAL_MODES = ("block", "full", "none")
 ACTIVATIONS = ("situ", "swiglu")
@@ -20,6 +26,15 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Raises ValueError unless `value` is one of `choices`."""
     if value not in choices:
         raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}; try {choices[0]!r}")
+
+
+def check_implementation(owner: str, value: str | None, known: Iterable[str]) -> None:
+    """Raises ValueError unless `value` is one of the operator's implementations, or None."""
+    if value is not None and value not in known:
+        raise ValueError(
+            f"{owner}.implementation={value!r} is not one of {', '.join(known)}; try None, which "
+            "picks the best for the platform"
+        )
 
 
 def check_positive(owner: str, config: object, *names: str, or_zero: bool = False) -> None:
@@ -52,6 +67,7 @@ class KDAConfig:
     def __post_init__(self) -> None:
         check_choice("model.kda.gate_kind", self.gate_kind, GATE_KINDS)
         check_choice("model.kda.output_gate", self.output_gate, OUTPUT_GATES)
+        check_implementation("model.kda", self.implementation, kda.IMPLEMENTATIONS)
         check_positive(
             "model.kda",
             self,
@@ -99,6 +115,7 @@ class MLAConfig:
     implementation: str | None = None  # of kernels.attention
 
     def __post_init__(self) -> None:
+        check_implementation("model.mla", self.implementation, attention.IMPLEMENTATIONS)
         check_positive(
             "model.mla",
             self,
@@ -126,11 +143,15 @@ class MoEConfig:
     combine_scores: str = "unbiased"  # "biased": the released Kimi-Linear-48B code
     routed_scaling_factor: float = 1.0
     row_block: int = 64  # rows of a block of the grouped matmul; each expert is padded to it
+    dispatch: str = "gather"  # how tokens meet experts on other devices: model.expert_parallel
+    buffer_factor: float | None = None  # room of a device, in even loads; None: for any load
     implementation: str | None = None  # of kernels.grouped_matmul
 
     def __post_init__(self) -> None:
         check_choice("model.moe.router", self.router, ROUTERS)
+        check_implementation("model.moe", self.implementation, grouped_matmul.IMPLEMENTATIONS)
         check_choice("model.moe.combine_scores", self.combine_scores, COMBINE_SCORES)
+        check_choice("model.moe.dispatch", self.dispatch, DISPATCHES)
         check_positive(
             "model.moe",
             self,
@@ -140,6 +161,7 @@ class MoEConfig:
             "row_block",
             "latent_dim",
             "routed_scaling_factor",
+            "buffer_factor",
         )
         check_positive("model.moe", self, "num_shared_experts", or_zero=True)
         if self.num_experts < 2:
@@ -208,6 +230,7 @@ class ModelConfig:
     param_dtype: str = "float32"
     remat: str = "full"  # what the backward pass recomputes: nothing, all but matmuls, all
     scan: bool = True  # False: every layer unrolled, for debugging
+    shard_min_size: int = 2**20  # numbers from which on a parameter is spread over data, sequence
 
     def __post_init__(self) -> None:
         check_choice("model.activation", self.activation, ACTIVATIONS)
@@ -224,7 +247,8 @@ class ModelConfig:
             "situ_linear_beta",
             "norm_eps",
         )
-        check_positive("model", self, "init_std", "embedding_std", "head_std", or_zero=True)
+        not_negative = ("init_std", "embedding_std", "head_std", "shard_min_size")
+        check_positive("model", self, *not_negative, or_zero=True)
         if not self.layers or set(self.layers) - {"K", "M"}:
             raise ValueError(
                 f"model.layers={self.layers!r} must be letters K (KDA) and M (MLA); try 'KKKM'"

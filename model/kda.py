@@ -1,12 +1,15 @@
 """The KDA layer around the operator (Kimi K3 report Eq. 1-6; Kimi Linear section 3)."""
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.sharding import PartitionSpec as P
 
-from kernels.kda import kda
+from kernels.kda import kda, kda_context_parallel
+from model import sharding
 from model.config import ModelConfig
 from model.layers import at_least_float32, einsum, param, rms_norm, short_conv
 
@@ -32,6 +35,40 @@ def conv_init(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.A
     return jax.random.uniform(key, shape, dtype, -bound, bound)
 
 
+def _convolve_and_mix(
+    config: ModelConfig,
+    is_spread: bool,
+    tokens: dict[str, jax.Array],
+    convs: dict[str, jax.Array],
+    of_heads: dict[str, jax.Array],
+    segment_ids_BT: jax.Array | None,
+) -> jax.Array:
+    """o_BTHV of the operator behind its convolutions; of this device's tokens if spread."""
+    c = config.kda
+    axis = "sequence" if is_spread else None
+    if is_spread:
+        convs = jax.tree.map(sharding.varying, convs)
+    with jax.named_scope("short_conv"):
+        convolved = {
+            name: short_conv(tokens[name], weight, segment_ids_BT, axis)
+            for name, weight in convs.items()
+        }
+    call = dict(
+        **(tokens | convolved),
+        **of_heads,
+        segment_ids=segment_ids_BT,
+        gate_kind=c.gate_kind,
+        lower_bound=c.lower_bound if c.gate_kind == "bounded" else None,
+        chunk_size=c.chunk_size,
+        num_splits=c.num_splits,
+        # What is kept of a rematerialised layer is gone before the next layer's turn.
+        residuals="default" if config.remat == "none" else "full",
+        implementation=c.implementation,
+    )
+    with jax.named_scope("kda"):
+        return kda_context_parallel(**call, axis_name=axis) if axis else kda(**call)[0]
+
+
 class KDALayer(nn.Module):
     """x_BTD -> y_BTD: projections, short convolutions, gates, KDA, gated head norm, output."""
 
@@ -51,7 +88,7 @@ class KDALayer(nn.Module):
         v_conv_axes = ("conv", "heads", "value")
         v_conv = param(self, config, "v_conv", (c.conv_size, HV, V), v_conv_axes, conv_init)
         gate_down = param(self, config, "gate_down", (D, c.rank), ("embed", "rank"))
-        gate_up = param(self, config, "gate_up", (c.rank, HV, K), ("rank", "heads", "key"))
+        gate_up = param(self, config, "gate_up", (c.rank, HV, K), ("rank_in", "heads", "key"))
         a_log_init = nn.initializers.zeros if c.gate_kind == "bounded" else log_uniform_init
         a_log = param(self, config, "a_log", (HV,), ("heads",), a_log_init)
         dt_bias = param(self, config, "dt_bias", (HV, K), ("heads", "key"), dt_bias_init)
@@ -60,30 +97,22 @@ class KDALayer(nn.Module):
         o_proj = param(self, config, "o_proj", (HV, V, D), ("heads", "value", "embed"))
 
         with jax.named_scope("kda_inputs"):
-            q_BTHK = short_conv(einsum("btd,dhk->bthk", x_BTD, q_proj), q_conv, segment_ids_BT)
-            k_BTHK = short_conv(einsum("btd,dhk->bthk", x_BTD, k_proj), k_conv, segment_ids_BT)
-            v_BTHV = short_conv(einsum("btd,dhv->bthv", x_BTD, v_proj), v_conv, segment_ids_BT)
             low_rank_BTR = einsum("btd,dr->btr", x_BTD, gate_down)
-            gate_BTHK = einsum("btr,rhk->bthk", low_rank_BTR, gate_up)
-            beta_BTH = einsum("btd,dh->bth", x_BTD, beta_proj)
-        with jax.named_scope("kda"):
-            o_BTHV, _ = kda(
-                q_BTHK,
-                k_BTHK,
-                v_BTHV,
-                gate_BTHK,
-                beta_BTH,
-                a_log=a_log,
-                dt_bias=dt_bias,
-                gate_kind=c.gate_kind,
-                lower_bound=c.lower_bound if c.gate_kind == "bounded" else None,
-                segment_ids=segment_ids_BT,
-                chunk_size=c.chunk_size,
-                num_splits=c.num_splits,
-                # What is kept of a rematerialised layer is gone before the next layer's turn.
-                residuals="default" if config.remat == "none" else "full",
-                implementation=c.implementation,
-            )
+            tokens = {
+                "q": einsum("btd,dhk->bthk", x_BTD, q_proj),
+                "k": einsum("btd,dhk->bthk", x_BTD, k_proj),
+                "v": einsum("btd,dhv->bthv", x_BTD, v_proj),
+                "gate": einsum("btr,rhk->bthk", low_rank_BTR, gate_up),
+                "beta": einsum("btd,dh->bth", x_BTD, beta_proj),
+            }
+        of_heads = {"a_log": a_log, "dt_bias": dt_bias}
+        convs = {"q": q_conv, "k": k_conv, "v": v_conv}
+        mix = sharding.on_each_device(
+            partial(_convolve_and_mix, config),
+            (sharding.TOKENS, P(), P(), sharding.TOKENS),
+            sharding.TOKENS,
+        )
+        o_BTHV = mix(tokens, convs, of_heads, segment_ids_BT)
         with jax.named_scope("kda_output"):
             gate_BTHV = self._output_gate(x_BTD)
             gate_BTHV = jax.nn.sigmoid(gate_BTHV.astype(at_least_float32(gate_BTHV.dtype)))
@@ -99,5 +128,5 @@ class KDALayer(nn.Module):
             gate = param(self, config, "out_gate", (D, HV, V), ("embed", "heads", "value"))
             return einsum("btd,dhv->bthv", x_BTD, gate)
         down = param(self, config, "out_gate_down", (D, V), ("embed", "rank"))
-        up = param(self, config, "out_gate_up", (V, HV, V), ("rank", "heads", "value"))
+        up = param(self, config, "out_gate_up", (V, HV, V), ("rank_in", "heads", "value"))
         return einsum("btr,rhv->bthv", einsum("btd,dr->btr", x_BTD, down), up)

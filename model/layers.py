@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from model.config import ModelConfig
+from model.sharding import lay_out, whole
 
 
 def at_least_float32(dtype: jnp.dtype) -> jnp.dtype:
@@ -30,7 +31,8 @@ def param(
     """
     init = init or nn.initializers.normal(config.init_std)
     boxed = nn.with_logical_partitioning(init, tuple(axes))
-    return module.param(name, boxed, tuple(shape), jnp.dtype(config.param_dtype))
+    value = module.param(name, boxed, tuple(shape), jnp.dtype(config.param_dtype))
+    return lay_out(value, axes, config.shard_min_size)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -49,7 +51,8 @@ def einsum(
     """einsum of an activation and a weight in the activation's dtype, for example
     "btd,dhk->bthk"; the result in out_dtype (None: the activation's), the weight's gradient
     accumulated and returned in the weight's dtype."""
-    return jnp.einsum(spec, x, weight.astype(x.dtype), preferred_element_type=out_dtype or x.dtype)
+    weight = whole(weight.astype(x.dtype))
+    return jnp.einsum(spec, x, weight, preferred_element_type=out_dtype or x.dtype)
 
 
 def _einsum_fwd(
@@ -70,7 +73,7 @@ def _einsum_bwd(
     x, weight = residuals
     dy = dy.astype(x.dtype)
     (x_dims, w_dims), y_dims = spec.split("->")[0].split(","), spec.split("->")[1]
-    dx = jnp.einsum(f"{y_dims},{w_dims}->{x_dims}", dy, weight.astype(dy.dtype))
+    dx = jnp.einsum(f"{y_dims},{w_dims}->{x_dims}", dy, whole(weight.astype(dy.dtype)))
     left, right = ((x_dims, x), (y_dims, dy)) if x.size <= dy.size else ((y_dims, dy), (x_dims, x))
     dw = jnp.einsum(
         f"{left[0]},{right[0]}->{w_dims}", left[1], right[1], preferred_element_type=weight.dtype
@@ -81,23 +84,66 @@ def _einsum_bwd(
 einsum.defvjp(_einsum_fwd, _einsum_bwd)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def embed(weight_WD: jax.Array, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The rows [B, T, D] of tokens in `dtype`; their gradients are summed in the weight's."""
+    return whole(weight_WD.astype(dtype))[tokens_BT]
+
+
+def _embed_fwd(
+    weight_WD: jax.Array, tokens_BT: jax.Array, dtype: jnp.dtype
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return embed(weight_WD, tokens_BT, dtype), (weight_WD, tokens_BT)
+
+
+def _embed_bwd(
+    _: jnp.dtype, residuals: tuple[jax.Array, jax.Array], dx_BTD: jax.Array
+) -> tuple[jax.Array, None]:
+    weight_WD, tokens_BT = residuals
+    return jnp.zeros_like(weight_WD).at[tokens_BT].add(dx_BTD.astype(weight_WD.dtype)), None
+
+
+embed.defvjp(_embed_fwd, _embed_bwd)
+
+
 def short_conv(
-    x_BTHK: jax.Array, weight_CHK: jax.Array, segment_ids_BT: jax.Array | None
+    x_BTHK: jax.Array,
+    weight_CHK: jax.Array,
+    segment_ids_BT: jax.Array | None,
+    axis_name: str | None = None,
 ) -> jax.Array:
     """Causal depthwise convolution over time, then SiLU (Kimi K3 report Eq. 2).
 
     weight_CHK[-1] meets the present token. A tap that would read before the start of the token's
-    own segment reads zero.
+    own segment reads zero. Inside jax.shard_map, axis_name is the mesh axis over which the tokens
+    lie, at least C - 1 on each device.
     """
-    T = x_BTHK.shape[1]
-    num_taps = weight_CHK.shape[0]
+    T, before = x_BTHK.shape[1], weight_CHK.shape[0] - 1
     weight_CHK = weight_CHK.astype(x_BTHK.dtype)
+    x_BSHK = _after_last(x_BTHK, before, axis_name)
+    if segment_ids_BT is not None:
+        segment_ids_BS = _after_last(segment_ids_BT, before, axis_name)
     out = jnp.zeros_like(x_BTHK)
-    for lag in range(min(num_taps, T)):
-        shifted = jnp.pad(x_BTHK, ((0, 0), (lag, 0), (0, 0), (0, 0)))[:, :T]
+    for lag in range(before + 1):
+        start = before - lag
+        shifted = x_BSHK[:, start : start + T]
         if lag and segment_ids_BT is not None:
-            earlier = jnp.pad(segment_ids_BT, ((0, 0), (lag, 0)))[:, :T]
-            inside = (earlier == segment_ids_BT) & (jnp.arange(T) >= lag)[None]
+            inside = segment_ids_BS[:, start : start + T] == segment_ids_BT
             shifted = jnp.where(inside[:, :, None, None], shifted, 0)
-        out += shifted * weight_CHK[num_taps - 1 - lag][None, None]
+        out += shifted * weight_CHK[start][None, None]
     return jax.nn.silu(out.astype(at_least_float32(out.dtype))).astype(out.dtype)
+
+
+def _after_last(x_BT: jax.Array, count: int, axis_name: str | None) -> jax.Array:
+    """x behind the last `count` tokens of the device before; zeros on the first one."""
+    size = 1 if axis_name is None else jax.lax.axis_size(axis_name)
+    if size == 1 or not count:
+        return jnp.pad(x_BT, ((0, 0), (count, 0)) + ((0, 0),) * (x_BT.ndim - 2))
+    if x_BT.shape[1] < count:
+        raise ValueError(
+            f"{x_BT.shape[1]} tokens on each of {size} devices of the mesh axis {axis_name!r} are "
+            f"fewer than the {count} that a convolution looks back; try mesh.{axis_name}=1"
+        )
+    pairs = [(n, n + 1) for n in range(size - 1)]
+    last = jax.lax.ppermute(x_BT[:, -count:], axis_name, pairs)
+    return jnp.concatenate([last, x_BT], axis=1)

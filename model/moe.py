@@ -1,19 +1,21 @@
 """Stable LatentMoE (Kimi K3 report Eq. 11 and 13)."""
 
-import functools
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec as P
 
 from kernels.grouped_matmul import grouped_matmul
+from model import sharding
 from model.balance import Stats, aux_loss_sum, empty_stats, layer_stats
 from model.config import ModelConfig
-from model.dispatch import dispatch, make_plan, undispatch
+from model.dispatch import Plan
+from model.expert_parallel import Chosen, mix_experts
 from model.ffn import FFN, glu
-from model.layers import at_least_float32, einsum, param, rms_norm
+from model.layers import einsum, param, rms_norm
 from model.router import Routing, route, router_scores
 
 
@@ -43,30 +45,26 @@ class MoE(nn.Module):
         self, x_BTD: jax.Array, balance: LayerBalance, valid_BT: jax.Array
     ) -> tuple[jax.Array, RouterOutput]:
         config, c = self.config, self.config.moe
-        B, T, D = x_BTD.shape
+        D = x_BTD.shape[-1]
         E, F, R = c.num_experts, c.expert_hidden, c.latent_dim or D
-        expert_in = ("expert", "latent", "hidden")
+        shapes = ExpertWeights((D, E), (E, R, F), (E, R, F), (E, F, R))
+        names = ExpertWeights("router", "expert_gate", "expert_up", "expert_down")
         weights = ExpertWeights(
-            router=param(self, config, "router", (D, E), ("embed", None)),
-            gate=param(self, config, "expert_gate", (E, R, F), expert_in),
-            up=param(self, config, "expert_up", (E, R, F), expert_in),
-            down=param(self, config, "expert_down", (E, F, R), ("expert", "hidden", "latent")),
+            *(param(self, config, *args) for args in zip(names, shapes, WEIGHT_AXES, strict=True))
         )
-        x_MD = z_MR = x_BTD.reshape(B * T, D)
+        z_BTR = x_BTD
         if c.latent_dim:
             latent_down = param(self, config, "latent_down", (D, R), ("embed", "latent"))
-            z_MR = einsum("md,dr->mr", x_MD, latent_down)
+            z_BTR = einsum("btd,dr->btr", x_BTD, latent_down)
         with jax.named_scope("routed_experts"):
-            rows = x_MD, z_MR, valid_BT.reshape(B * T)
-            y_MD, out = _over_data_axis(config, rows, weights, balance)
+            y_BTD, out = _routed(config, (x_BTD, z_BTR, valid_BT), weights, balance)
         if c.latent_norm:
             ones = nn.initializers.ones
             latent_norm = param(self, config, "latent_norm", (R,), ("latent",), ones)
-            y_MD = rms_norm(y_MD, latent_norm, config.norm_eps)
+            y_BTD = rms_norm(y_BTD, latent_norm, config.norm_eps)
         if c.latent_dim:
             latent_up = param(self, config, "latent_up", (R, D), ("latent", "embed"))
-            y_MD = einsum("mr,rd->md", y_MD, latent_up)
-        y_BTD = y_MD.reshape(B, T, D)
+            y_BTD = einsum("btr,rd->btd", y_BTD, latent_up)
         if not c.num_shared_experts:
             return y_BTD, out
         shared = FFN(config, c.num_shared_experts * F, name="shared")
@@ -81,64 +79,83 @@ class ExpertWeights(NamedTuple):
     down: jax.Array  # [E, F, R]
 
 
-def _over_data_axis(
+WEIGHT_AXES = ExpertWeights(
+    router=("embed", None),
+    gate=("expert", "expert_in", "hidden"),
+    up=("expert", "expert_in", "hidden"),
+    down=("expert", "hidden", "expert_in"),
+)
+
+
+def _routed(
     config: ModelConfig,
-    rows: tuple[jax.Array, ...],
+    tokens: tuple[jax.Array, ...],
     weights: ExpertWeights,
     balance: LayerBalance,
 ) -> tuple[jax.Array, RouterOutput]:
-    """`_route_and_mix` with each device of the mesh's data axis sorting its own rows only."""
-    mesh = jax.sharding.get_abstract_mesh()
-    num_rows = rows[0].shape[0]
-    if mesh.empty or mesh.shape["data"] == 1 or num_rows % mesh.shape["data"]:
-        return _route_and_mix(config, rows, weights, balance, axis=None)
-    by_row, whole = PartitionSpec("data"), PartitionSpec()
-    stats_specs = {"load": whole, "histogram": whole, "margins": by_row}
-    names = empty_stats(config.balance, 1, 1, 1)
-    out_specs = RouterOutput({name: stats_specs[name] for name in names}, whole, by_row)
-    local = jax.shard_map(
-        functools.partial(_route_and_mix, config, axis="data"),
-        in_specs=(by_row, whole, whole),
-        out_specs=(by_row, out_specs),
-    )
-    return local(rows, weights, balance)
+    """`_route_and_mix` with each device of the mesh routing its own tokens."""
+    specs = ExpertWeights(
+        *(
+            sharding.spec_here(weight.shape, axes, config.shard_min_size)
+            for weight, axes in zip(weights, WEIGHT_AXES, strict=True)
+        )
+    )._replace(router=P())
+    of_stats = {"histogram": P("expert"), "margins": P(sharding.AXES)}
+    stats_specs = {name: of_stats.get(name, P()) for name in empty_stats(config.balance, 1, 1, 1)}
+    out_specs = sharding.TOKENS, RouterOutput(stats_specs, P(), sharding.TOKENS)
+    in_specs = sharding.TOKENS, specs, P()
+    run = partial(_route_and_mix, config, specs)
+    u_BTR, out = sharding.on_each_device(run, in_specs, out_specs)(tokens, weights, balance)
+    # In the order of tokens again: [M, ...] of a device was a part of its rows and of its tokens.
+    routing = Routing(*(x.reshape(-1, *x.shape[2:]) for x in out.routing))
+    return u_BTR, out._replace(routing=routing)
 
 
 def _route_and_mix(
     config: ModelConfig,
-    rows: tuple[jax.Array, ...],
+    specs: ExpertWeights,
+    is_spread: bool,
+    tokens: tuple[jax.Array, ...],
     weights: ExpertWeights,
     balance: LayerBalance,
-    axis: str | None,
 ) -> tuple[jax.Array, RouterOutput]:
-    """u_MR = sum_i p_i E_i(z) over the experts that the router chose for x, and its statistics,
-    summed over the mesh axis `axis` if rows are spread over one."""
-    x_MD, z_MR, valid_M = rows
+    """u_BTR = sum_i p_i E_i(z) over the experts that the router chose for x, and its statistics,
+    summed over the mesh if tokens are spread."""
+    B, T = tokens[0].shape[:2]
+    x_MD, z_MR, valid_M = (x.reshape(B * T, *x.shape[2:]) for x in tokens)
     c = config.moe
 
     def total(x: jax.Array) -> jax.Array:
-        return x if axis is None else jax.lax.psum(x, axis)
+        return jax.lax.psum(x, sharding.AXES) if is_spread else x
 
     routing = route(c, router_scores(c, x_MD, weights.router), balance.bias_E)
-    stats = layer_stats(config.balance, routing, balance.bin_range_2, valid_M)
-    stats = {name: x if name == "margins" else total(x) for name, x in stats.items()}
+    if is_spread:
+        gathered = map(partial(sharding.gather, dtype=z_MR.dtype), weights[1:], specs[1:])
+        weights = ExpertWeights(weights.router, *gathered)
+
+    def experts(rows: jax.Array, plan: Plan) -> jax.Array:
+        def multiply(rows: jax.Array, weight: jax.Array) -> jax.Array:
+            return grouped_matmul(
+                rows,
+                weight.astype(rows.dtype),
+                plan.group_sizes_E,
+                group_multiple=c.row_block,
+                implementation=c.implementation,
+            )
+
+        hidden = glu(multiply(rows, weights.gate), multiply(rows, weights.up), config)
+        return multiply(hidden, weights.down)
+
+    chosen = Chosen(z_MR, routing.expert_ids_MJ, routing.weights_MJ)
+    u_MR, dropped = mix_experts(c, experts, chosen, is_spread)
+    stats = layer_stats(config.balance, routing, balance.bin_range_2, valid_M, dropped)
+    stats |= {"load": total(stats["load"]), "dropped": total(dropped)}
+    if is_spread and "histogram" in stats:
+        # The sums of all tokens, but of a part of the experts on each device.
+        counts_EX = jax.lax.psum_scatter(stats["histogram"], "expert", tiled=True)
+        stats["histogram"] = jax.lax.psum(counts_EX, sharding.FSDP)
     aux_loss = jnp.zeros((), routing.scores_ME.dtype)
     if config.balance.estimator == "aux_loss":
         aux_loss = total(aux_loss_sum(config.balance, routing, stats["load"], valid_M))
-
-    plan = make_plan(routing.expert_ids_MJ, c.num_experts, c.row_block)
-
-    def experts(rows: jax.Array, weight: jax.Array) -> jax.Array:
-        return grouped_matmul(
-            rows,
-            weight.astype(rows.dtype),
-            plan.group_sizes_E,
-            group_multiple=c.row_block,
-            implementation=c.implementation,
-        )
-
-    rows = dispatch(z_MR, plan)
-    hidden = glu(experts(rows, weights.gate), experts(rows, weights.up), config)
-    chosen_MJR = undispatch(experts(hidden, weights.down), plan)
-    u_MJR = chosen_MJR.astype(at_least_float32(z_MR.dtype)) * routing.weights_MJ[..., None]
-    return u_MJR.sum(axis=1).astype(z_MR.dtype), RouterOutput(stats, aux_loss, routing)
+    u_BTR, *routing = (x.reshape(B, T, *x.shape[1:]) for x in (u_MR, *routing))
+    return u_BTR, RouterOutput(stats, aux_loss, Routing(*routing))

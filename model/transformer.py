@@ -5,12 +5,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.sharding import AbstractMesh, Mesh
 
 from kernels.attention_residuals import mix
+from model import sharding
 from model.balance import Balance, Stats, init_balance
 from model.config import ModelConfig
 from model.decoder import Context, GroupInput, Intermediates, rematerialised
-from model.layers import at_least_float32, einsum, param, rms_norm
+from model.layers import at_least_float32, einsum, embed, param, rms_norm
 from model.layout import Group as GroupLayout
 from model.layout import blocks
 from model.moe import LayerBalance
@@ -63,7 +65,7 @@ class Transformer(nn.Module):
             ("embed", "vocab"),
             nn.initializers.normal(config.head_std),
         )
-        embedded_BTD = embedding[inputs_BT].astype(config.dtype)
+        embedded_BTD = sharding.by_tokens(embed(embedding, inputs_BT, config.dtype))
         valid_BT = jnp.ones_like(inputs_BT, bool) if segment_ids_BT is None else segment_ids_BT != 0
 
         mixes = config.residual.mode != "none"
@@ -197,4 +199,14 @@ def param_shapes(config: ModelConfig) -> Params:
 def _boxed_params(config: ModelConfig, key: jax.Array) -> Params:
     tokens = jnp.zeros((1, 8), jnp.int32)
     balance = init_balance(config.balance, config.num_moe_layers, config.moe.num_experts)
-    return Transformer(config).init(key, tokens, None, balance)["params"]
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # these tokens divide over nothing
+        return Transformer(config).init(key, tokens, None, balance)["params"]
+
+
+def param_specs(config: ModelConfig, mesh: Mesh) -> Params:
+    """Where every parameter lies on a mesh, as a tree of PartitionSpecs."""
+    return jax.tree.map(
+        lambda x, axes: sharding.param_spec(x.shape, axes, mesh.shape, config.shard_min_size),
+        param_shapes(config),
+        logical_axes(config),
+    )

@@ -19,7 +19,7 @@ def main(config: TrainConfig) -> None:
     """Trains the experiment of the command line."""
     workdir = _WORKDIR.value
     if not workdir:
-        refuse("--workdir is empty; name a folder, for example --workdir=runs/tiny")
+        refuse("--workdir is missing; name a folder, for example --workdir=runs/tiny")
     hint = ""
     try:
         prepared = Run(config, workdir)

@@ -82,29 +82,30 @@ def build(cls: type[T], values: Mapping[str, Any], path: str = "config") -> T:
     for key in values:
         if key not in fields:
             near = difflib.get_close_matches(key, fields, n=1)
-            near = [f"{path}.{near[0]}"] if near else _paths_to(key, TrainConfig)
+            near = [f"{path}.{near[0]}"] if near else paths_to(key, TrainConfig)
             hint = f"did you mean {' or '.join(near)}?" if near else f"valid: {', '.join(fields)}"
             raise ValueError(f"{path}.{key} does not exist; {hint}")
     hints = typing.get_type_hints(cls)
     arguments = {}
     for name, field in fields.items():
         if name in values:
-            arguments[name] = _convert(hints[name], values[name], f"{path}.{name}")
+            works = None if field.default is dataclasses.MISSING else field.default
+            arguments[name] = _convert(hints[name], values[name], f"{path}.{name}", works)
         elif field.default is dataclasses.MISSING:
             raise ValueError(f"{path}.{name} is missing; set it in the config file")
     return cls(**arguments)
 
 
-def _paths_to(key: str, cls: type, path: str = "config") -> list[str]:
+def paths_to(key: str, cls: type, path: str = "config") -> list[str]:
     """Where a field of this name lies below a dataclass."""
     hints = typing.get_type_hints(cls)
     here = [f"{path}.{key}"] if key in hints else []
     groups = [(name, hint) for name, hint in hints.items() if dataclasses.is_dataclass(hint)]
-    return here + [p for name, hint in groups for p in _paths_to(key, hint, f"{path}.{name}")]
+    return here + [p for name, hint in groups for p in paths_to(key, hint, f"{path}.{name}")]
 
 
-def _convert(hint: Any, value: Any, path: str) -> Any:
-    """`value` as the type that a field's hint names."""
+def _convert(hint: Any, value: Any, path: str, works: Any) -> Any:
+    """`value` as the type that a field's hint names; `works` is a value to suggest, if not None."""
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
             valid = ", ".join(f"{path}.{field.name}" for field in dataclasses.fields(hint))
@@ -122,8 +123,9 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
             return float(value)
         if type(value) is option:
             return value
-    names = " or ".join(_EXAMPLES[option] for option in options)
-    raise ValueError(f"{path}={value!r} must be {names}")
+    names = " or ".join(_NAMES[option] for option in options)
+    works = _EXAMPLES[options[0]] if works is None else works
+    raise ValueError(f"{path}={value!r} must be {names}; try {works}")
 
 
 def _from_text(text: str, options: tuple[type, ...]) -> Any:
@@ -139,10 +141,11 @@ def _from_text(text: str, options: tuple[type, ...]) -> Any:
     return str(text)
 
 
-_EXAMPLES = {
+_NAMES = {
     bool: "a bool (true or false)",
-    int: "an int (such as 3)",
-    float: "a float (such as 0.1)",
+    int: "an int",
+    float: "a float",
     str: "a str",
     type(None): "None",
 }
+_EXAMPLES = {bool: True, int: 16, float: 0.1, str: "a name"}

@@ -1,5 +1,6 @@
 """The command line of every program: --config=FILE[:arg] and --config.group.field=value."""
 
+import difflib
 import inspect
 import os
 import runpy
@@ -12,7 +13,7 @@ from typing import Any, NoReturn
 from absl import app, flags, logging
 from ml_collections import ConfigDict
 
-from train.config import TrainConfig, Typed, build
+from train.config import TrainConfig, Typed, build, paths_to
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
@@ -52,18 +53,30 @@ def load_config(argument: str | None, overrides: Sequence[str] = ()) -> TrainCon
     Raises:
       ValueError: says what would work.
     """
+    stray = [word for word in overrides if not word.startswith("-")]
+    if argument is None and stray:
+        raise ValueError(f"{stray[0]!r} is no flag; {_meant(stray[0], '')}")
     values = _read(argument)
     for override in overrides:
         name, equals, text = override.lstrip("-").partition("=")
         if not equals or not override.startswith(("-config.", "--config.")):
-            path = name.removeprefix("config.")
-            meant = f"did you mean --config.{path}={text or 'VALUE'}?" if "." in path else ""
-            raise ValueError(f"{override!r} is no flag; {meant or '--help lists the flags'}")
+            raise ValueError(f"{override!r} is no flag; {_meant(name, text or 'VALUE')}")
         nested: Any = Typed(text)
         for key in reversed(name.split(".")[1:]):
             nested = {key: nested}
         values = _merge(values, nested)
     return build(TrainConfig, values)
+
+
+def _meant(name: str, text: str) -> str:
+    """What somebody may have meant by a flag that does not exist."""
+    path = name.removeprefix("config.")
+    fields = [f"config.{path}"] if "." in path else paths_to(path, TrainConfig)
+    others = difflib.get_close_matches(path, list(flags.FLAGS), n=1)
+    near = " or ".join(f"--{flag}={text}" for flag in fields or others)
+    if os.path.isfile(name):
+        near = f"--config={name}"
+    return f"did you mean {near}?" if near else "configs/base.py lists the fields of a config"
 
 
 def _parse(argv: Sequence[str]) -> list[str]:
@@ -79,9 +92,12 @@ def _read(argument: str | None) -> dict[str, Any]:
     """What get_config() returns in the file of --config=FILE, or get_config(arg) of FILE:arg."""
     file, colon, arg = (argument or "").partition(":")
     if not file.endswith(".py") or not os.path.isfile(file):
-        there = ", ".join(sorted(os.path.relpath(path) for path in CONFIGS.glob("*.py")))
+        there = {path.stem: os.path.relpath(path) for path in CONFIGS.glob("*.py")}
+        there.pop("base")  # what the others start from
+        near = difflib.get_close_matches(Path(file).stem, there, n=1) or ["tiny"]
         given = f"--config={argument} is no config file" if argument else "--config is missing"
-        raise ValueError(f"{given}; for example --config=configs/tiny.py (there are {there})")
+        files = ", ".join(sorted(there.values()))
+        raise ValueError(f"{given}; try --config={there[near[0]]} (there are {files})")
     try:
         get_config = runpy.run_path(file)["get_config"]
         if colon and not inspect.signature(get_config).parameters:

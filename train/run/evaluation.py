@@ -10,6 +10,7 @@ import numpy as np
 
 from model.balance import Balance
 from model.config import ModelConfig
+from model.sharding import ROWS, num_parts
 from model.transformer import Params, Transformer, unembed
 from train.data.batch import Batch
 from train.step.loss import LossConfig, loss_sums
@@ -50,8 +51,10 @@ def _next_token(
     model: ModelConfig,
 ) -> jax.Array:
     """The likeliest token after position `last`; later positions are never looked at."""
-    hidden_BTD, _ = Transformer(model).apply({"params": params}, tokens_T[None], None, balance)
-    return jnp.argmax(unembed(params, hidden_BTD[:, last][:, None])[0, 0])
+    # A mesh spreads rows, so there is one for every device.
+    tokens_BT = jnp.tile(tokens_T[None], (num_parts(ROWS), 1))
+    hidden_BTD, _ = Transformer(model).apply({"params": params}, tokens_BT, None, balance)
+    return jnp.argmax(unembed(params, hidden_BTD[:1, last][:, None])[0, 0])
 
 
 def sample(

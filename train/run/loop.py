@@ -1,7 +1,6 @@
 """The run: data, steps, reports, evaluations, checkpoints, in order of time."""
 
 import dataclasses
-import functools
 import json
 import signal
 import sys
@@ -24,12 +23,18 @@ from train.data.tokenizer import ByteTokenizer
 from train.run.checkpoint import Checkpoints, differences
 from train.run.evaluation import bits_per_byte, sample
 from train.run.flops import count_params, mfu, train_flops_per_token
-from train.run.mesh import batch_sharding, make_mesh, replicated, start_devices
+from train.run.mesh import (
+    batch_sharding,
+    check_divides,
+    make_mesh,
+    start_devices,
+)
 from train.run.metrics import MetricsWriter, count, duration
+from train.run.program import abstract_batch, abstract_state, make_state, make_step
 from train.step.optimizer import make_optimizer, num_updates
 from train.step.schedule import make_schedule
-from train.step.state import TrainState, init_state
-from train.step.train_step import Metrics, train_step
+from train.step.state import TrainState
+from train.step.train_step import Metrics
 
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
 
@@ -54,51 +59,32 @@ class Run:
                 f"try {self.tokenizer.vocab_size}"
             )
         self.train_source, self.heldout_source = load_source(config.data)
-        self.mesh = make_mesh(config.mesh, config.data.batch_size, config.step.accumulation)
+        self.mesh = make_mesh(config.mesh)
+        check_divides(
+            self.mesh, config.model, config.data, config.step.accumulation, config.run.eval_context
+        )
         self.schedule = make_schedule(config.optimizer, config.run.steps)
         self.optimizer = make_optimizer(config.optimizer, config.run.steps)
-        self.step_fn = jax.jit(
-            functools.partial(
-                train_step, model=config.model, config=config.step, optimizer=self.optimizer
-            ),
-            donate_argnums=0,
-        )
-        self.init_fn = functools.partial(init_state, config.model, self.optimizer)
-        abstract_state = self._trace()
+        state = abstract_state(config, self.optimizer, self.mesh)
+        self.step_fn = make_step(config, self.optimizer, state)
+        # A model that cannot run is refused before anything is on disk, and the first step finds
+        # the trace.
+        with jax.set_mesh(self.mesh):
+            self.step_fn.eval_shape(state, abstract_batch(config, self.mesh))
         self.batches = TrainBatches(config.data, self.train_source, self.tokenizer)
         self.checkpoints = Checkpoints(
             self.workdir / "checkpoints", keep=config.run.keep_checkpoints
         )
         self.changed: list[str] = []  # fields that differ from the resumed checkpoint's
-        self.state, self.resumed_from = self._first_state(abstract_state)
+        self.state, self.resumed_from = self._first_state(state)
         self.interrupted = False
 
-    def _trace(self) -> TrainState:
-        """The state's shapes and shardings. Traces the step too: a model that cannot run is refused
-        before anything is on disk, and the first step finds the trace."""
-        shapes = jax.eval_shape(self.init_fn, jax.random.key(self.config.run.seed))
-        state = jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-            shapes,
-            replicated(self.mesh, shapes),
-        )
-        size = self.config.data.batch_size, self.config.data.context_length
-        dtypes = (*(np.int32,) * 4, np.bool_)
-        sharding = batch_sharding(self.mesh)
-        batch = Batch(*(jax.ShapeDtypeStruct(size, d, sharding=sharding) for d in dtypes))
-        with jax.set_mesh(self.mesh):
-            self.step_fn.eval_shape(state, batch)
-        return state
-
-    def _first_state(self, abstract_state: TrainState) -> tuple[TrainState, int | None]:
+    def _first_state(self, state: TrainState) -> tuple[TrainState, int | None]:
         """The newest checkpoint's state (and data position), or a fresh one."""
         config = dataclasses.asdict(self.config)
-        restored = self.checkpoints.restore_latest(abstract_state, config)
+        restored = self.checkpoints.restore_latest(state, config)
         if restored is None:
-            shardings = replicated(self.mesh, abstract_state)
-            with jax.set_mesh(self.mesh):
-                init = jax.jit(self.init_fn, out_shardings=shardings)
-                return init(jax.random.key(self.config.run.seed)), None
+            return make_state(self.config, self.optimizer, state), None
         if restored.step > self.config.run.steps:
             raise ValueError(
                 f"{self.workdir} holds step {restored.step}, beyond run.steps="

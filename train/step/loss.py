@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from model import sharding
 from model.layers import at_least_float32
 from model.transformer import Params, unembed
 from train.data.batch import Batch
@@ -16,7 +17,7 @@ class LossConfig:
     """What is summed over tokens."""
 
     z_loss: float = 0.0  # weight of logsumexp(logits)^2
-    chunk_tokens: int = 8192  # logits exist for at most about this many tokens at a time
+    chunk_tokens: int = 8192  # a device has logits of at most about this many tokens at a time
 
     def __post_init__(self) -> None:
         if not self.z_loss >= 0:
@@ -44,11 +45,13 @@ def token_nll(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Arr
 
 
 def loss_sums(params: Params, hidden_BTD: jax.Array, batch: Batch, config: LossConfig) -> LossSums:
-    """Loss sums of a microbatch; logits are made for one slice of T at a time and made again in
-    the backward pass, so that no [B, T, W] array exists."""
+    """Loss sums of a microbatch; a device makes logits for one slice of its tokens at a time, and
+    again in the backward pass, so that no [B, T, W] array exists."""
     B, T, _ = hidden_BTD.shape
-    chunk = min(T, max(1, config.chunk_tokens // B))
-    num_chunks = -(-T // chunk)
+    rows, shards = sharding.num_parts(sharding.ROWS), sharding.num_parts(("sequence",))
+    own = T // shards  # tokens of a row on a device; slices are of these
+    chunk = min(own, max(1, config.chunk_tokens // (B // rows)))
+    num_chunks = -(-own // chunk)
 
     def sums(hidden: jax.Array, targets: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
         nll, lse = token_nll(unembed(params, hidden), targets)
@@ -59,13 +62,15 @@ def loss_sums(params: Params, hidden_BTD: jax.Array, batch: Batch, config: LossC
         return LossSums(*sums(hidden_BTD, batch.targets, batch.loss_mask), num_tokens)
 
     def in_chunks(x: jax.Array) -> jax.Array:
-        """[B, T, ...] -> [num_chunks, B, chunk, ...], zero-padded."""
-        pad = [(0, 0), (0, num_chunks * chunk - T)] + [(0, 0)] * (x.ndim - 2)
-        x = jnp.pad(x, pad).reshape(B, num_chunks, chunk, *x.shape[2:])
-        return jnp.moveaxis(x, 1, 0)
+        """[B, T, ...] -> [num_chunks, B, shards * chunk, ...], zero-padded."""
+        x = x.reshape(B, shards, own, *x.shape[2:])
+        pad = [(0, 0), (0, 0), (0, num_chunks * chunk - own)] + [(0, 0)] * (x.ndim - 3)
+        x = jnp.pad(x, pad).reshape(B, shards, num_chunks, chunk, *x.shape[3:])
+        return jnp.moveaxis(x, 2, 0).reshape(num_chunks, B, shards * chunk, *x.shape[4:])
 
     @jax.checkpoint
     def step(carry: tuple[jax.Array, jax.Array], x: tuple[jax.Array, ...]) -> tuple:
+        x = tuple(map(sharding.by_tokens, x))
         return jax.tree.map(jnp.add, carry, sums(*x)), None
 
     zero = jnp.zeros((), at_least_float32(hidden_BTD.dtype))

@@ -105,7 +105,8 @@ def train_step(
 
     Returns:
       The next state, and metrics: loss (nats per token), z_loss, aux_loss, grad_norm, num_tokens,
-      skipped, and per MoE layer [L] max_vio, min_load, max_load, bias_spread.
+      skipped, and per MoE layer [L] max_vio, min_load, max_load, bias_spread, and dropped, the
+      assignments that found no room (model.expert_parallel).
     """
     total = _accumulate(state, batch, model, config)
     count = jnp.maximum(total.loss.num_tokens, 1)
@@ -134,4 +135,5 @@ def train_step(
     }
     if total.stats:
         metrics |= balance_metrics(state.balance, total.stats)
+        metrics["dropped"] = total.stats["dropped"]
     return kept._replace(step=state.step + 1), metrics

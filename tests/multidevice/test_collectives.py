@@ -1,0 +1,81 @@
+"""What a compiled step sends between devices, and what it does not."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import sys
+import jax
+jax.config.update("jax_num_cpu_devices", 8)
+from model.config import MoEConfig
+from tests.model.configs import small_config
+from train.config import RunConfig, TrainConfig
+from train.data.config import DataConfig
+from train.run import hlo
+from train.run.mesh import MeshConfig
+from train.dryrun import compile_step
+from train.step.loss import LossConfig
+from train.step.optimizer import OptimizerConfig
+from train.step.train_step import StepConfig
+
+moe = MoEConfig(num_experts=8, top_k=2, expert_hidden=12, latent_dim=24, row_block=4)
+config = TrainConfig(
+    model=small_config(
+        layers="KM", dim=40, dtype="float32", param_dtype="float32", shard_min_size=0, moe=moe
+    ),
+    data=DataConfig(context_length=576, batch_size=8),
+    optimizer=OptimizerConfig(learning_rate=1e-2, name="adamw"),
+    step=StepConfig(LossConfig(chunk_tokens=64), 1),
+    mesh=MeshConfig(*map(int, sys.argv[1:4])),
+    run=RunConfig(steps=10),
+)
+compiled, _ = compile_step(config, jax.devices())
+for one in hlo.collectives(compiled.as_text()):
+    print(one.kind, one.group, one.count, one.shape)
+"""
+TOKENS, LATENT, SHARED, EXPERTS, HIDDEN, WIDTH = 576, 8, 4, 8, 12, 24
+
+
+def collectives_of(*mesh: int) -> list[tuple[str, int, list[list[int]]]]:
+    """(kind, devices that take part, the dims of each result) of a step."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *map(str, mesh)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": "."},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = []
+    for line in done.stdout.splitlines():
+        kind, group, _, shape = line.split(maxsplit=3)
+        dims = re.findall(r"\w+\[([\d,]*)\]", shape)
+        found.append((kind, int(group), [[int(n) for n in d.split(",") if n] for d in dims]))
+    assert found
+    return found
+
+
+@pytest.mark.slow
+def test_over_sequence_only_the_latent_of_all_tokens_is_gathered():
+    widths = set()
+    for kind, _, shapes in collectives_of(1, 1, 8):
+        for dims in shapes if kind in ("all-gather", "all-to-all") else ():
+            if TOKENS in dims:
+                widths.add(dims[-1])
+    # The ids of documents end in the tokens themselves.
+    assert widths == {TOKENS, LATENT, SHARED}
+
+
+@pytest.mark.slow
+def test_over_expert_no_weight_of_an_expert_is_gathered():
+    gathered = set()
+    for kind, _, shapes in collectives_of(1, 8, 1):
+        if kind == "all-gather":
+            gathered |= {tuple(dims) for dims in shapes}
+    assert gathered  # the tokens
+    assert not [dims for dims in gathered if {HIDDEN, WIDTH} <= set(dims) or EXPERTS in dims[:1]]
