@@ -81,7 +81,9 @@ def get_model() -> ConfigDict:
     model.head_std = 0.02
     model.dtype = "bfloat16"  # of activations
     model.param_dtype = "float32"
-    model.remat = "full"  # what the backward pass recomputes: "none", "dots" (all but), "full"
+    # What the backward pass recomputes: "none", "dots" (all but matmuls), "full", or "nested" (all,
+    # and each sublayer once more by itself: least memory).
+    model.remat = "full"
     model.scan = True  # False: unrolled layers, for debugging
     model.shard_min_size = 2**20  # numbers from which on a parameter is spread over devices
 

@@ -18,7 +18,7 @@ DISPATCHES = ("gather", "all_to_all")
 ESTIMATORS = ("histogram", "quantile", "sign", "aux_loss", "none")
 RESIDUAL_MODES = ("block", "full", "none")
 ACTIVATIONS = ("situ", "swiglu")
-REMAT_POLICIES = ("none", "dots", "full")
+REMAT_POLICIES = ("none", "dots", "full", "nested")
 DTYPES = ("bfloat16", "float32", "float64")
 
 
@@ -228,7 +228,7 @@ class ModelConfig:
     head_std: float = 0.02
     dtype: str = "bfloat16"  # of activations
     param_dtype: str = "float32"
-    remat: str = "full"  # what the backward pass recomputes: nothing, all but matmuls, all
+    remat: str = "full"  # what the backward recomputes: nothing, all but matmuls, all, all twice
     scan: bool = True  # False: every layer unrolled, for debugging
     shard_min_size: int = 2**20  # numbers from which on a parameter is spread over data, sequence
 

@@ -141,7 +141,7 @@ class Group(nn.Module):
         intermediates: list[Intermediates] = []
         aux_loss = jnp.zeros((), at_least_float32(partial_BTD.dtype))
         for i, spec in enumerate(self.specs):
-            layer = DecoderLayer(config, spec, name=f"layer_{i}")
+            layer = decoder_layer(config)(config, spec, name=f"layer_{i}")
             if spec.mixes_attention:
                 has_partial = True if i else jnp.logical_not(inputs.opens_block)
                 h_BTD = mixer(partial_BTD, has_partial)
@@ -163,14 +163,20 @@ class Group(nn.Module):
         return partial_BTD, GroupOutput(tuple(stats), aux_loss, tuple(intermediates))
 
 
+def decoder_layer(config: ModelConfig) -> Any:
+    """The DecoderLayer module; with remat "nested" each of its sublayers is made again by itself,
+    when its group is, so that only one sublayer's intermediates exist at a time."""
+    if config.remat != "nested":
+        return DecoderLayer
+    return nn.remat(DecoderLayer, methods=["attention", "feed_forward"])
+
+
 def rematerialised(config: ModelConfig, scanned: bool) -> Any:
     """The Group module under the config's rematerialisation policy."""
     if config.remat == "none":
         return Group
     policies = jax.checkpoint_policies
-    policy = {
-        "dots": policies.dots_with_no_batch_dims_saveable,
-        "full": policies.nothing_saveable,
-    }[config.remat]
+    save_dots = policies.dots_with_no_batch_dims_saveable
+    policy = save_dots if config.remat == "dots" else policies.nothing_saveable
     # Inside a scan XLA cannot merge the recomputation with the forward pass anyway.
     return nn.remat(Group, policy=policy, prevent_cse=not scanned)

@@ -74,7 +74,7 @@ def devices_of(topology: str) -> list[jax.Device]:
     try:
         return topologies.get_topology_desc(topology_name=topology, platform="tpu").devices
     except Exception as error:  # of several types, none of them documented
-        if "libtpu" in str(error).lower() and "not" in str(error).lower():
+        if "not installed" in str(error):
             raise ValueError(
                 f"--topology={topology} needs libtpu: `make libtpu` fetches it, PYTHONPATH=.libtpu "
                 "shows it to JAX"
@@ -139,7 +139,7 @@ def compile_step(config: TrainConfig, devices: list[jax.Device]) -> tuple[Any, d
             raise ValueError(
                 f"the step does not fit: a chip {needs}, of which parameters, optimizer and batch "
                 f"take {fixed:.1f} GiB; try more chips, a larger step.accumulation (now "
-                f"{config.step.accumulation}), model.remat=full (now {config.model.remat}), a "
+                f"{config.step.accumulation}), model.remat=nested (now {config.model.remat}), a "
                 f"larger mesh.sequence (now {mesh.shape['sequence']}) or "
                 "optimizer.mu_dtype=bfloat16"
             ) from error

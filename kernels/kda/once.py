@@ -1,4 +1,4 @@
-"""A word to whoever asks kernels for more derivatives than they have."""
+"""What custom gradients of kernels need of JAX: a clear refusal, and a way round a failure."""
 
 from collections.abc import Callable
 
@@ -25,3 +25,9 @@ def differentiable_once(
         return refusing
 
     return decorate
+
+
+def used_together(*results: jax.Array) -> tuple[jax.Array, ...]:
+    """The results of a custom_vjp with optimize_remat, for which JAX (0.10 to 0.12) fails in a
+    jax.remat within a jax.remat if some of them are used and others not."""
+    return tuple(jax.lax.optimization_barrier(results))

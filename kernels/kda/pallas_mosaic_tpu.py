@@ -21,7 +21,7 @@ from kernels.kda.mosaic.backward import Kept, backward
 from kernels.kda.mosaic.forward import Out, forward
 from kernels.kda.mosaic.plan import Interpret, Masks, Plan, heads_of_a_program
 from kernels.kda.mosaic.tokens import Tokens
-from kernels.kda.once import differentiable_once
+from kernels.kda.once import differentiable_once, used_together
 from kernels.kda.operands import KdaInputs, KdaOptions, unsupported_by_kernels
 from kernels.numerics import platform, vary_together
 
@@ -61,7 +61,7 @@ def kda_pallas_mosaic_tpu(inputs: KdaInputs, options: KdaOptions) -> tuple[jax.A
         narrow=jnp.dtype(jnp.bfloat16) if all_narrow else wide,
         wide=wide,
     )
-    o_BTHV, state_BHKV = _kda(plan, padded)
+    o_BTHV, state_BHKV = used_together(*_kda(plan, padded))
     return o_BTHV[:, :num_tokens, :, :value_dim], state_BHKV[:, :, :key_dim, :value_dim]
 
 

@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels.kda import chunk
-from kernels.kda.once import differentiable_once
+from kernels.kda.once import differentiable_once, used_together
 from kernels.kda.operands import KdaInputs, KdaOptions, unsupported_by_kernels
 from kernels.kda.triton.backward import Chain, ValueSide, grads, solve_vjp
 from kernels.kda.triton.pieces import Pieces, entering_states, leaving_gradients, piece_chunks
@@ -49,7 +49,7 @@ def kda_pallas_triton(inputs: KdaInputs, options: KdaOptions) -> tuple[jax.Array
     Raises NotImplementedError for what the compiled kernels do not serve.
     """
     plan, padded = _prepare_call(inputs, options)
-    o_BTHV, state_BHKV = _kda(plan, padded)
+    o_BTHV, state_BHKV = used_together(*_kda(plan, padded))
     num_tokens, _, value_dim = inputs.v_BTHV.shape[1:]
     key_dim = inputs.q_BTQK.shape[-1]
     return o_BTHV[:, :num_tokens, :, :value_dim], state_BHKV[:, :, :key_dim, :value_dim]
