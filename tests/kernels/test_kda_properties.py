@@ -138,8 +138,9 @@ def test_bfloat16_inputs(implementation):
     assert_close(got, {name: want[name] for name in got}, tolerance)
 
 
+@pytest.mark.parametrize("times", [1, 2])
 @every_implementation
-def test_scan_over_rematerialised_layers(implementation):
+def test_scan_over_rematerialised_layers(implementation, times):
     layers = [
         as_arrays(random_inputs(1, 20, 1, 1, 16, 16, seed=seed), jnp.float32) for seed in (1, 2)
     ]
@@ -150,8 +151,12 @@ def test_scan_over_rematerialised_layers(implementation):
         o, _ = kda(**layer_inputs | {"v": v}, chunk_size=16, implementation=implementation)
         return v + o, None
 
+    rematerialised = layer
+    for _ in range(times):
+        rematerialised = jax.checkpoint(rematerialised)
+
     def scanned(v, layers):
-        return jnp.sum(jax.lax.scan(jax.checkpoint(layer), v, layers)[0] ** 2)
+        return jnp.sum(jax.lax.scan(rematerialised, v, layers)[0] ** 2)
 
     def unrolled(v, layers):
         first, second = (jax.tree.map(lambda x, n=n: x[n], layers) for n in range(2))

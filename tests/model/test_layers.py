@@ -201,6 +201,27 @@ def test_dispatch_drops_nothing(row_block, load):
     )
 
 
+@pytest.mark.parametrize("layout", ["rows", "group_rows"])
+def test_what_finds_no_row_is_counted_and_zero(layout):
+    """Ids of other groups have no row here either, but nobody misses them."""
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, 4, (40, 2))  # of groups 0 to 2; 3 is elsewhere
+    room = {"rows": 24} if layout == "rows" else {"group_rows": 8}
+    plan = make_plan(jnp.asarray(ids, jnp.int32), 3, 4, **room)
+    sizes, counts = np.asarray(plan.group_sizes_E), np.bincount(ids.reshape(-1), minlength=4)[:3]
+    placed = np.asarray(plan.row_of_assignment_MJ) < 24
+    assert sizes.sum() <= 24 and sizes[0] % 4 == 0
+    assert placed.sum() == plan.filled_R.sum() < counts.sum()
+    assert int(plan.dropped) == counts.sum() - placed.sum()
+    x = jnp.asarray(rng.standard_normal((40, 2)), jnp.float32)
+    back = undispatch(dispatch(x, plan), plan)
+    want = np.repeat(np.asarray(x)[:, None], 2, 1) * placed[..., None]
+    np.testing.assert_array_equal(back, want)
+    group_of_row = np.repeat(np.arange(3), sizes)
+    rows = np.asarray(plan.row_of_assignment_MJ)[placed]
+    np.testing.assert_array_equal(group_of_row[rows], ids[placed])
+
+
 def test_short_conv_stays_inside_segments(x64):
     rng = np.random.default_rng(0)
     x, w = rng.standard_normal((2, 9, 2, 3)), rng.standard_normal((4, 2, 3))

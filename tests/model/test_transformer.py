@@ -266,7 +266,8 @@ def unrolled(config, params):
 
 
 @pytest.mark.parametrize(
-    "mode,remat", [pytest.param("block", "full", marks=pytest.mark.slow), ("none", "none")]
+    "mode,remat",
+    [pytest.param("block", "nested", marks=pytest.mark.slow), ("none", "full"), ("none", "none")],
 )
 def test_scanned_equals_unrolled(x64, mode, remat):
     layers, residual = "KMKMKM", ResidualConfig(mode, 5)

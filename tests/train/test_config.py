@@ -67,7 +67,8 @@ def test_flops_against_a_hand_count():
         ({"model.kda.chunk_size": 20}, "try 64"),
         ({"run.sample_tokens": -1}, "run.sample_tokens=-1"),
         ({"model.kda.num_value_heads": 6}, "try 8"),
-        ({"mesh.expert": 2}, "mesh.expert=1"),
+        ({"mesh.expert": -1}, "at most one -1; try data=-1"),
+        ({"mesh.sequence": 0}, "must be positive"),
         ({"run.steps": 0}, "run.steps=0"),
         ({"step.accumulation": 3}, r"\[1, 2, 4, 8\]"),
         ({"model.balance.ema": 1.0}, "try 0.9"),
@@ -109,7 +110,8 @@ def test_unknown_and_mistyped_fields():
         ("--config.run.steps", r"did you mean --config\.run\.steps=VALUE"),
         ("--model.dim=4", r"did you mean --config\.model\.dim=4"),
         ("config.run.steps=3", "is no flag"),
-        ("--steps=3", "--help lists the flags"),
+        ("--steps=3", r"did you mean --config\.run\.steps=3"),
+        ("--stepz=3", r"configs/base\.py lists the fields"),
     ],
 )
 def test_mistyped_overrides_say_what_would_work(override, expected):
@@ -153,7 +155,8 @@ def test_broken_config_files_are_named(tmp_path, text, expected):
 @pytest.mark.parametrize(
     "argument,expected",
     [
-        (None, r"--config is missing; for example --config=configs/tiny\.py"),
+        (None, r"--config is missing; try --config=configs/tiny\.py"),
+        ("configs/smol.py", r"try --config=configs/small\.py"),
         ("tiny", r"no config file; .*configs/small\.py"),
         ("configs", "no config file"),
         ("configs/missing.py", "no config file"),
@@ -171,6 +174,7 @@ def test_other_files_are_refused(argument, expected):
     [
         ("train.params", ["--config=configs/tiny.py", "--config.model.moe.top_k=99"], "try 4"),
         ("train.params", ["--config"], "--config"),
+        ("train.params", ["configs/tiny.py"], "did you mean --config=configs/tiny.py?"),
         ("train", ["--config=configs/tiny.py"], "--workdir=runs/tiny"),
         ("train", ["--config=configs/tiny.py", "--workdir=README.md"], "is a file"),
     ],
