@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from absl import flags
-from jax.experimental import topologies
 
+from kernels.topology import tpu_devices
 from train.config import TrainConfig
 from train.flags import refuse, run
 from train.run import hlo
@@ -69,17 +69,7 @@ def devices_of(topology: str) -> list[jax.Device]:
             "or tpu7x:4x4x4"
         )
     jax.config.update("jax_platforms", "cpu")  # a TPU that is there is not asked for
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    try:
-        return topologies.get_topology_desc(topology_name=topology, platform="tpu").devices
-    except Exception as error:  # of several types, none of them documented
-        if "not installed" in str(error):
-            raise ValueError(
-                f"--topology={topology} needs libtpu: `make libtpu` fetches it, PYTHONPATH=.libtpu "
-                "shows it to JAX"
-            ) from error
-        raise ValueError(f"--topology={topology}: {str(error).splitlines()[0]}") from error
+    return tpu_devices(topology)
 
 
 def with_flags(config: TrainConfig, mesh: str | None, context: int | None) -> TrainConfig:

@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import topologies
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kernels.kda import kda
+from kernels.topology import tpu_devices
 
 CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 PARTS = ("forward", "backward")
@@ -35,16 +35,6 @@ class Program(NamedTuple):
     bundles: int  # of one run
     matmul: float  # share of the matrix units' slots that are used, in the loop's body
     vmem: int  # bytes, spilled registers included
-
-
-def topology(chip: str) -> list[jax.Device]:
-    """The devices of a small slice of such chips.
-
-    Raises RuntimeError where libtpu is not installed.
-    """
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    return topologies.get_topology_desc(topology_name=CHIPS[chip], platform="tpu").devices
 
 
 def abstract_mesh(mesh: Mesh) -> AbstractMesh:
@@ -249,12 +239,9 @@ def main() -> None:
             return
         os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
         try:
-            devices = topology(options.chip)[: options.chips]
-        except RuntimeError as error:
-            raise SystemExit(
-                "error: this needs libtpu: `make libtpu` fetches it, PYTHONPATH=.libtpu shows it "
-                f"to JAX ({error})"
-            ) from None
+            devices = tpu_devices(CHIPS[options.chip])[: options.chips]
+        except ValueError as error:
+            raise SystemExit(f"error: {error}") from None
         if options.what[0] == PARTS[0]:
             chips = f"{options.chips} x {devices[0].device_kind}, jax {jax.__version__}"
             print(f"{chips}, B, T, H {tuple(options.shape)}")

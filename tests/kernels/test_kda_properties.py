@@ -138,7 +138,7 @@ def test_bfloat16_inputs(implementation):
     assert_close(got, {name: want[name] for name in got}, tolerance)
 
 
-@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.slow)])
 @every_implementation
 def test_scan_over_rematerialised_layers(implementation, times):
     layers = [
