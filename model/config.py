@@ -144,7 +144,9 @@ class MoEConfig:
     routed_scaling_factor: float = 1.0
     row_block: int = 64  # rows of a block of the grouped matmul; each expert is padded to it
     dispatch: str = "gather"  # how tokens meet experts on other devices: model.expert_parallel
-    buffer_factor: float | None = None  # room of a device, in even loads; None: for any load
+    buffer_factor: float | None = (
+        None  # room of a device among several, in even loads; None: for any
+    )
     implementation: str | None = None  # of kernels.grouped_matmul
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ the device that holds its expert, and its result is sent back.
 M tokens of a device, J choices of a token, E experts of a device, R width of the experts' input.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ class Chosen(NamedTuple):
     """Tokens and their choices."""
 
     z_MR: jax.Array
-    expert_ids_MJ: jax.Array
+    expert_ids_MJ: jax.Array  # config.num_experts for a choice of none
     weights_MJ: jax.Array
 
 
@@ -44,7 +45,8 @@ def mix_experts(
 
     Returns:
       u_MR, and the number of this device's (with "gather": this device's experts') assignments that
-      found no room: 0 unless config.buffer_factor bounds the room.
+      found no room: 0 unless config.buffer_factor bounds the room, which it does where experts are
+      spread. With "gather" the last of a device's experts lose, with "all_to_all" the last tokens.
     """
     if not is_spread or jax.lax.axis_size(AXIS) == 1:
         plan = make_plan(chosen.expert_ids_MJ, config.num_experts, config.row_block)
@@ -70,7 +72,7 @@ def _room(config: MoEConfig, num_assignments: int, most: int) -> int:
     `most`."""
     if config.buffer_factor is None:
         return most
-    return min(most, -(-int(config.buffer_factor * num_assignments) // 1))
+    return min(most, max(1, math.ceil(config.buffer_factor * num_assignments)))
 
 
 def _gathered(config: MoEConfig, experts: Experts, chosen: Chosen) -> tuple[jax.Array, jax.Array]:

@@ -146,7 +146,9 @@ def _route_and_mix(
         hidden = glu(multiply(rows, weights.gate), multiply(rows, weights.up), config)
         return multiply(hidden, weights.down)
 
-    chosen = Chosen(z_MR, routing.expert_ids_MJ, routing.weights_MJ)
+    # Padding goes to no expert, and takes no room.
+    ids_MJ = jnp.where(valid_M[:, None], routing.expert_ids_MJ, c.num_experts)
+    chosen = Chosen(z_MR, ids_MJ, routing.weights_MJ)
     u_MR, dropped = mix_experts(c, experts, chosen, is_spread)
     stats = layer_stats(config.balance, routing, balance.bin_range_2, valid_M, dropped)
     stats |= {"load": total(stats["load"]), "dropped": total(dropped)}

@@ -211,6 +211,8 @@ def report(out: dict[str, Any]) -> None:
 def main(config: TrainConfig) -> None:
     """Compiles the experiment of the command line and prints what it would take."""
     try:
+        if _JSON.value and not Path(_JSON.value).absolute().parent.is_dir():
+            raise ValueError(f"--json={_JSON.value} lies in no folder; try --json=dryrun.json")
         config = with_flags(config, _MESH.value, _CONTEXT.value)
         devices = devices_of(_TOPOLOGY.value)
         compiled, given = compile_step(config, devices)

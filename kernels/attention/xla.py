@@ -176,6 +176,8 @@ def _visible_function(
     offsets_C = jnp.arange(size)
     if segment_ids_BS is not None:
         ids_BT = jax.lax.dynamic_slice_in_dim(segment_ids_BS, first, num_queries, axis=1)
+        # Queries of padding must see a key, as all others do, or their sum of weights would be 0.
+        ids_BT = jnp.pad(ids_BT, ((0, 0), (0, -num_queries % size)), mode="edge")
         query_ids_NBC, key_ids_NBC = (
             _split(ids[:, :, None, None], size)[:, :, 0, :, 0] for ids in (ids_BT, segment_ids_BS)
         )

@@ -13,7 +13,7 @@ from train.run import hlo
 from train.run.mesh import MeshConfig, check_divides, mesh_sizes
 
 TEXT = """
-HloModule jit_step
+HloModule jit_step, num_partitions=8
 
 %body (p: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {
   %ag = bf16[8,16]{1,0:T(8,128)} all-gather(%x), replica_groups=[2,4]<=[8], op_name="a/b"
@@ -31,6 +31,8 @@ ENTRY %main (a: f32[8,4]) -> f32[8,4] {
   %ar = (f32[8,4]{1,0}, f32[2]{0}) all-reduce(%b, %c), replica_groups={{0,1},{2,3}}, to_apply=%add
   %cp = (f32[8]{0}, f32[8]{0}, u32[]) collective-permute-start(%d), source_target_pairs={{0,1}}
   %rs = f32[4]{0} reduce-scatter(%e), replica_groups=mesh['data'=4,'expert'=2] {'data'}
+  %ar2 = (f32[100]{0}, f32[100]{0}) all-reduce-start(%b, %c), replica_groups={}, to_apply=%add
+  %ag2 = ((f32[10], f32[10]), (f32[40], f32[40])) all-gather-start(%b, %c), replica_groups=[2,4]<=[8]
   ROOT %r = f32[8,4] copy(%a)
 }
 """  # noqa: E501
@@ -44,10 +46,12 @@ def test_collectives_are_counted_with_the_rounds_of_their_loops():
         ("all-reduce", 136, 2, 1),
         ("collective-permute", 32, 2, 1),
         ("reduce-scatter", 16, 4, 1),
+        ("all-reduce", 800, 8, 1),
+        ("all-gather", 320, 4, 1),
     ]
     assert hlo.sent_by_kind(hlo.collectives(TEXT)) == {
-        "all-gather": 8 * 256 * 3 / 4,
-        "all-reduce": 136,
+        "all-gather": (8 * 256 + 320) * 3 / 4,
+        "all-reduce": 136 + 800 * 2 * 7 / 8,
         "collective-permute": 32,
         "reduce-scatter": 16 * 3,
     }

@@ -50,13 +50,15 @@ def collectives(text: str) -> list[Collective]:
     A loop whose number of rounds the compiler does not know counts as one round.
     """
     computations, entry = _computations(text)
+    devices = re.search(r"num_partitions=(\d+)", text)
+    everyone = int(devices[1]) if devices else 1
     found: list[Collective] = []
 
     def visit(name: str, count: int) -> None:
         for shape, operation, rest in computations.get(name, ()):
             kind = operation.removesuffix("-start")
             if kind in KINDS:
-                found.append(_collective(kind, operation, shape, rest, count))
+                found.append(_collective(operation, shape, rest, count, everyone))
             rounds = _rounds(rest, computations) if operation == "while" else 1
             for called in _called(rest):
                 visit(called, count * rounds)
@@ -107,24 +109,30 @@ def _rounds(rest: str, computations: dict[str, list[tuple[str, str, str]]]) -> i
     return limits[0] if len(limits) == 1 else 1
 
 
-def _collective(kind: str, operation: str, shape: str, rest: str, count: int) -> Collective:
+def _collective(operation: str, shape: str, rest: str, count: int, everyone: int) -> Collective:
+    kind = operation.removesuffix("-start")
+    shapes = _SHAPE.findall(shape)
     sizes = [
         _BITS.get(dtype, int(re.sub(r"\D.*", "", dtype[1:]) or 8))
         * math.prod(int(n) for n in dims.split(",") if n)
         // 8
-        for dtype, dims in _SHAPE.findall(shape)
+        for dtype, dims in shapes
     ]
-    # An asynchronous start lists its operands beside its results.
-    if operation.endswith("-start") and len(sizes) > 1:
-        sizes = [max(sizes)]
+    # An asynchronous start lists its operands, then its results, then a context; of an all-reduce
+    # the results alone.
+    if operation.endswith("-start") and kind != "all-reduce":
+        sizes = [size for size, (_, dims) in zip(sizes, shapes, strict=True) if dims]
+        sizes = sizes[len(sizes) // 2 :]
     from_jax = re.search(r'op_name="([^"]*)"', rest)
     return Collective(
-        kind, shape, sum(sizes), _group_size(rest), count, from_jax[1] if from_jax else ""
+        kind, shape, sum(sizes), _group_size(rest, everyone), count, from_jax[1] if from_jax else ""
     )
 
 
-def _group_size(rest: str) -> int:
+def _group_size(rest: str, everyone: int) -> int:
     """Devices of a group, in each of the notations for them."""
+    if "replica_groups={}" in rest:
+        return everyone
     if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", rest):
         sizes = dict(re.findall(r"'([^']+)'=(\d+)", mesh[1]))
         return math.prod(int(sizes[name]) for name in re.findall(r"'([^']+)'", mesh[2]))
