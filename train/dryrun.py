@@ -22,7 +22,7 @@ from train.config import TrainConfig
 from train.flags import refuse, run
 from train.run import hlo
 from train.run.flops import PEAK_FLOPS, train_flops_per_token
-from train.run.mesh import AXES, MeshConfig, check_divides, make_mesh
+from train.run.mesh import AXES, MeshConfig, check_divides, make_mesh, mesh_sizes
 from train.run.metrics import count
 from train.run.program import abstract_batch, abstract_state, make_step
 from train.step.optimizer import make_optimizer
@@ -156,7 +156,7 @@ def figures(
     out = {
         "topology": topology,
         "chips": len(devices),
-        "mesh": dict(make_mesh(config.mesh, devices).shape),
+        "mesh": mesh_sizes(config.mesh, len(devices)),
         "tokens_per_step": tokens,
         "context": config.data.context_length,
         "accumulation": config.step.accumulation,

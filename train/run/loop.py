@@ -23,12 +23,7 @@ from train.data.tokenizer import ByteTokenizer
 from train.run.checkpoint import Checkpoints, differences
 from train.run.evaluation import bits_per_byte, sample
 from train.run.flops import count_params, mfu, train_flops_per_token
-from train.run.mesh import (
-    batch_sharding,
-    check_divides,
-    make_mesh,
-    start_devices,
-)
+from train.run.mesh import batch_sharding, check_divides, make_mesh, start_devices
 from train.run.metrics import MetricsWriter, count, duration
 from train.run.program import abstract_batch, abstract_state, make_state, make_step
 from train.step.optimizer import make_optimizer, num_updates
