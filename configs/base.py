@@ -110,6 +110,7 @@ def get_model() -> ConfigDict:
     mla.value_dim = 32
     mla.output_gate = True
     mla.norm_eps = 1e-6  # of the inner norms
+    mla.head_block = None  # heads whose keys and values exist at a time; None: all
     mla.implementation = None
 
     model.moe = moe = ConfigDict()

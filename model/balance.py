@@ -17,12 +17,22 @@ M rows (flattened tokens), E experts, J choices of a token, L layers.
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from model.config import BalanceConfig
 from model.router import Routing
+from model.sharding import AXES
 
 Balance = dict[str, jax.Array]
 Stats = dict[str, jax.Array]
+
+# Where the statistics of all layers lie: a device's histograms are of its experts.
+STATS_SPECS = {
+    "load": P(),
+    "dropped": P(),
+    "histogram": P(None, "expert"),
+    "margins": P(None, AXES),
+}
 
 
 def init_balance(

@@ -4,6 +4,7 @@ A person's ml_collections config becomes these in train/config.py; model code se
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable
 
 import kernels.attention.api as attention
@@ -112,6 +113,7 @@ class MLAConfig:
     value_dim: int
     output_gate: bool = True
     norm_eps: float = 1e-6  # of the two inner norms
+    head_block: int | None = None  # heads whose keys and values exist at a time; None: all
     implementation: str | None = None  # of kernels.attention
 
     def __post_init__(self) -> None:
@@ -125,8 +127,14 @@ class MLAConfig:
             "value_dim",
             "q_lora_rank",
             "norm_eps",
+            "head_block",
         )
         check_positive("model.mla", self, "rope_dim", or_zero=True)
+        if self.head_block and self.num_heads % self.head_block:
+            raise ValueError(
+                f"model.mla.head_block={self.head_block} does not divide model.mla.num_heads="
+                f"{self.num_heads}; try {math.gcd(self.head_block, self.num_heads)}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from model.config import MoEConfig
 from model.dispatch import Plan, dispatch, make_plan, num_rows, undispatch
 from model.layers import at_least_float32
+from model.sharding import num_parts
 
 AXIS = "expert"
 
@@ -33,22 +34,19 @@ class Chosen(NamedTuple):
     weights_MJ: jax.Array
 
 
-def mix_experts(
-    config: MoEConfig, experts: Experts, chosen: Chosen, is_spread: bool
-) -> tuple[jax.Array, jax.Array]:
+def mix_experts(config: MoEConfig, experts: Experts, chosen: Chosen) -> tuple[jax.Array, jax.Array]:
     """u_MR = sum_j weight_j E_j(z) in z's dtype (Kimi K3 report Eq. 11), summed in fp32.
 
     Args:
       experts: runs this device's experts.
       chosen: this device's tokens.
-      is_spread: whether the code runs inside jax.shard_map, with the axis "expert".
 
     Returns:
       u_MR, and the number of this device's (with "gather": this device's experts') assignments that
       found no room: 0 unless config.buffer_factor bounds the room, which it does where experts are
       spread. With "gather" the last of a device's experts lose, with "all_to_all" the last tokens.
     """
-    if not is_spread or jax.lax.axis_size(AXIS) == 1:
+    if num_parts((AXIS,)) == 1:
         plan = make_plan(chosen.expert_ids_MJ, config.num_experts, config.row_block)
         u_MR, dropped = _weighted(experts, chosen, plan), plan.dropped
     else:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from model.config import ModelConfig
-from model.layers import at_least_float32, einsum, param
+from model.layers import at_least_float32, einsum, matrix
 
 
 def situ_glu(gate: jax.Array, up: jax.Array, beta: float, linear_beta: float | None) -> jax.Array:
@@ -39,9 +39,9 @@ class FFN(nn.Module):
     @nn.compact
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         D, F = self.config.dim, self.hidden
-        w_gate = param(self, self.config, "ffn_gate", (D, F), ("embed", "hidden"))
-        w_up = param(self, self.config, "ffn_up", (D, F), ("embed", "hidden"))
-        w_down = param(self, self.config, "ffn_down", (F, D), ("hidden", "embed"))
+        w_gate = matrix(self, self.config, "ffn_gate", (D, F), ("embed", "hidden"))
+        w_up = matrix(self, self.config, "ffn_up", (D, F), ("embed", "hidden"))
+        w_down = matrix(self, self.config, "ffn_down", (F, D), ("hidden_in", "embed_out"))
         gate_BTF = einsum("btd,df->btf", x_BTD, w_gate)
         up_BTF = einsum("btd,df->btf", x_BTD, w_up)
         return einsum("btf,fd->btd", glu(gate_BTF, up_BTF, self.config), w_down)

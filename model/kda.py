@@ -1,17 +1,15 @@
 """The KDA layer around the operator (Kimi K3 report Eq. 1-6; Kimi Linear section 3)."""
 
 import math
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jax.sharding import PartitionSpec as P
 
 from kernels.kda import kda, kda_context_parallel
-from model import sharding
 from model.config import ModelConfig
-from model.layers import at_least_float32, einsum, param, rms_norm, short_conv
+from model.layers import at_least_float32, einsum, matrix, param, rms_norm, short_conv
+from model.sharding import num_parts
 
 DT_MIN, DT_MAX = 1e-3, 0.1
 
@@ -37,21 +35,16 @@ def conv_init(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.A
 
 def _convolve_and_mix(
     config: ModelConfig,
-    is_spread: bool,
     tokens: dict[str, jax.Array],
     convs: dict[str, jax.Array],
     of_heads: dict[str, jax.Array],
     segment_ids_BT: jax.Array | None,
 ) -> jax.Array:
-    """o_BTHV of the operator behind its convolutions; of this device's tokens if spread."""
+    """o_BTHV of the operator behind its convolutions."""
     c = config.kda
-    axis = "sequence" if is_spread else None
-    if is_spread:
-        convs = jax.tree.map(sharding.varying, convs)
     with jax.named_scope("short_conv"):
         convolved = {
-            name: short_conv(tokens[name], weight, segment_ids_BT, axis)
-            for name, weight in convs.items()
+            name: short_conv(tokens[name], weight, segment_ids_BT) for name, weight in convs.items()
         }
     call = dict(
         **(tokens | convolved),
@@ -66,7 +59,9 @@ def _convolve_and_mix(
         implementation=c.implementation,
     )
     with jax.named_scope("kda"):
-        return kda_context_parallel(**call, axis_name=axis) if axis else kda(**call)[0]
+        if num_parts(("sequence",)) > 1:
+            return kda_context_parallel(**call, axis_name="sequence")
+        return kda(**call)[0]
 
 
 class KDALayer(nn.Module):
@@ -79,22 +74,22 @@ class KDALayer(nn.Module):
         config, c = self.config, self.config.kda
         D, H, HV, K, V = config.dim, c.num_heads, c.value_heads, c.key_dim, c.value_dim
         qk_axes, v_axes = ("embed", "heads", "key"), ("embed", "heads", "value")
-        q_proj = param(self, config, "q_proj", (D, H, K), qk_axes)
-        k_proj = param(self, config, "k_proj", (D, H, K), qk_axes)
-        v_proj = param(self, config, "v_proj", (D, HV, V), v_axes)
+        q_proj = matrix(self, config, "q_proj", (D, H, K), qk_axes)
+        k_proj = matrix(self, config, "k_proj", (D, H, K), qk_axes)
+        v_proj = matrix(self, config, "v_proj", (D, HV, V), v_axes)
         qk_conv = (c.conv_size, H, K), ("conv", "heads", "key"), conv_init
         q_conv = param(self, config, "q_conv", *qk_conv)
         k_conv = param(self, config, "k_conv", *qk_conv)
         v_conv_axes = ("conv", "heads", "value")
         v_conv = param(self, config, "v_conv", (c.conv_size, HV, V), v_conv_axes, conv_init)
-        gate_down = param(self, config, "gate_down", (D, c.rank), ("embed", "rank"))
-        gate_up = param(self, config, "gate_up", (c.rank, HV, K), ("rank_in", "heads", "key"))
+        gate_down = matrix(self, config, "gate_down", (D, c.rank), ("embed", "rank"))
+        gate_up = matrix(self, config, "gate_up", (c.rank, HV, K), ("rank_in", "heads", "key"))
         a_log_init = nn.initializers.zeros if c.gate_kind == "bounded" else log_uniform_init
         a_log = param(self, config, "a_log", (HV,), ("heads",), a_log_init)
         dt_bias = param(self, config, "dt_bias", (HV, K), ("heads", "key"), dt_bias_init)
-        beta_proj = param(self, config, "beta_proj", (D, HV), ("embed", "heads"))
+        beta_proj = matrix(self, config, "beta_proj", (D, HV), ("embed", "heads"))
         out_norm = param(self, config, "out_norm", (V,), ("value",), nn.initializers.ones)
-        o_proj = param(self, config, "o_proj", (HV, V, D), ("heads", "value", "embed"))
+        o_proj = matrix(self, config, "o_proj", (HV, V, D), ("heads", "value", "embed"))
 
         with jax.named_scope("kda_inputs"):
             low_rank_BTR = einsum("btd,dr->btr", x_BTD, gate_down)
@@ -107,12 +102,7 @@ class KDALayer(nn.Module):
             }
         of_heads = {"a_log": a_log, "dt_bias": dt_bias}
         convs = {"q": q_conv, "k": k_conv, "v": v_conv}
-        mix = sharding.on_each_device(
-            partial(_convolve_and_mix, config),
-            (sharding.TOKENS, P(), P(), sharding.TOKENS),
-            sharding.TOKENS,
-        )
-        o_BTHV = mix(tokens, convs, of_heads, segment_ids_BT)
+        o_BTHV = _convolve_and_mix(config, tokens, convs, of_heads, segment_ids_BT)
         with jax.named_scope("kda_output"):
             gate_BTHV = self._output_gate(x_BTD)
             gate_BTHV = jax.nn.sigmoid(gate_BTHV.astype(at_least_float32(gate_BTHV.dtype)))
@@ -125,8 +115,8 @@ class KDALayer(nn.Module):
         config, c = self.config, self.config.kda
         D, HV, V = config.dim, c.value_heads, c.value_dim
         if c.output_gate == "full":
-            gate = param(self, config, "out_gate", (D, HV, V), ("embed", "heads", "value"))
+            gate = matrix(self, config, "out_gate", (D, HV, V), ("embed", "heads", "value"))
             return einsum("btd,dhv->bthv", x_BTD, gate)
-        down = param(self, config, "out_gate_down", (D, V), ("embed", "rank"))
-        up = param(self, config, "out_gate_up", (V, HV, V), ("rank_in", "heads", "value"))
+        down = matrix(self, config, "out_gate_down", (D, V), ("embed", "rank"))
+        up = matrix(self, config, "out_gate_up", (V, HV, V), ("rank_in", "heads", "value"))
         return einsum("btr,rhv->bthv", einsum("btd,dr->btr", x_BTD, down), up)

@@ -2,18 +2,22 @@
 
 The mesh is the one of jax.set_mesh; without one, or on one device, nothing here does anything. Rows
 of a batch are spread over ROWS and tokens over "sequence"; parameters lie where RULES say, and are
-gathered over FSDP when a layer uses them.
+gathered over FSDP when a layer uses them. The model runs inside `spread`, on each device alone with
+its rows and tokens; what devices say to each other is written out in the layers that need it.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+
+T = TypeVar("T")
 
 AXES = ("data", "expert", "sequence")
 ROWS = ("data", "expert")
@@ -23,26 +27,52 @@ TOKENS = P(ROWS, "sequence")  # of arrays [B, T, ...]
 # Of each logical axis of a parameter the mesh axes that it is spread over.
 RULES: dict[str | None, tuple[str, ...]] = {
     "embed": FSDP,  # D
-    "rank_in": FSDP,  # a low rank that a matrix maps from
-    "expert_in": FSDP,  # what an expert maps from or to
+    # What other matrices map from: first dims, along which TPUs gather and scatter without moving
+    # anything inside tiles.
+    **dict.fromkeys(("rank_in", "hidden_in", "expert_in"), FSDP),
     "expert": ("expert",),
-    **dict.fromkeys(("vocab", "heads", "key", "value", "conv", "rank", "hidden", "latent"), ()),
-    **dict.fromkeys(("layers", None), ()),
+    **dict.fromkeys(("vocab", "heads", "key", "value", "conv", "rank", "hidden"), ()),
+    **dict.fromkeys(("latent", "embed_out", "layers", None), ()),
 }
 
 
-def mesh() -> AbstractMesh | None:
-    """The mesh that the code being traced may be spread over; None on one device, and inside
-    jax.shard_map, where every device runs alone."""
-    mesh = jax.sharding.get_abstract_mesh()
-    alone = mesh.empty or mesh.size == 1 or AxisType.Manual in mesh.axis_types
-    return None if alone else mesh
+def sizes() -> Mapping[str, int]:
+    """Devices along each mesh axis, inside `spread`; elsewhere nothing."""
+    here = jax.sharding.get_abstract_mesh()
+    inside = set(AXES) <= set(here.axis_names) and AxisType.Manual in here.axis_types
+    return here.shape if inside else {}
 
 
 def num_parts(axes: Sequence[str]) -> int:
-    """Into how many parts these mesh axes cut a dim."""
-    here = mesh()
-    return 1 if here is None else math.prod(here.shape[axis] for axis in axes)
+    """Into how many parts these mesh axes cut a dim that lies over them."""
+    here = sizes()
+    return math.prod(here.get(axis, 1) for axis in axes)
+
+
+def spread(function: Callable[..., T], in_specs: Any, out_specs: Any) -> Callable[..., T]:
+    """jax.shard_map of a function over the mesh of jax.set_mesh; without one, or with one device,
+    the function itself.
+
+    A gradient taken inside is that of the sum of all devices' results, by this device's parts.
+    """
+    here = jax.sharding.get_abstract_mesh()
+    if here.empty or here.size == 1:
+        return function
+    # Sums over devices are written out where they belong (`gather`, the train step), so JAX need
+    # not follow what varies; splash could not tell it.
+    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def total(x: T, axes: Sequence[str] = AXES) -> T:
+    """Arrays summed over the devices along mesh axes; on one device as they are."""
+    axes = tuple(axis for axis in axes if sizes().get(axis, 1) > 1)
+    return jax.lax.psum(x, axes) if axes else x
+
+
+def unused_axes(spec: P) -> tuple[str, ...]:
+    """The mesh axes over which nothing lies: devices along them have the same."""
+    used = {axis for over in spec if over for axis in ((over,) if isinstance(over, str) else over)}
+    return tuple(axis for axis in AXES if axis not in used)
 
 
 def param_spec(
@@ -88,86 +118,51 @@ def param_spec(
     return P(*spec)
 
 
-def spec_here(shape: Sequence[int], axes: Sequence[str | None], min_size: int) -> P:
-    """`param_spec` on the present mesh."""
-    here = mesh()
-    return P() if here is None else param_spec(shape, axes, here.shape, min_size)
+Dims = tuple[tuple[int, tuple[str, ...]], ...]  # cut dims that a layer needs whole, and by what
 
 
-def lay_out(x: jax.Array, axes: Sequence[str | None], min_size: int) -> jax.Array:
-    """A parameter, and so its gradient, where `param_spec` puts it."""
-    if mesh() is None:
-        return x
-    return jax.lax.with_sharding_constraint(x, spec_here(x.shape, axes, min_size))
+@partial(jax.tree_util.register_dataclass, data_fields=("value",), meta_fields=("dims",))
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What a device has of a parameter: all of it, or inside `spread` a part."""
+
+    value: jax.Array
+    dims: Dims = ()
 
 
-def whole(x: jax.Array) -> jax.Array:
-    """A parameter gathered on every device, for the layer that uses it."""
-    return x if mesh() is None else jax.lax.with_sharding_constraint(x, P())
-
-
-def by_tokens(x_BT: jax.Array) -> jax.Array:
-    """An array [B, T, ...] spread over rows and tokens.
-
-    Raises:
-      ValueError: the mesh does not divide B or T.
-    """
-    if mesh() is None:
-        return x_BT
-    for size, what, over in ((x_BT.shape[0], "rows", ROWS), (x_BT.shape[1], "tokens", AXES[2:])):
-        if size % (parts := num_parts(over)):
-            raise ValueError(
-                f"{size} {what} cannot be spread over the {parts} devices of mesh axis "
-                f"{' and '.join(over)}; try {-(-size // parts) * parts}"
-            )
-    return jax.lax.with_sharding_constraint(x_BT, TOKENS)
-
-
-def on_each_device(
-    function: Callable[..., Any], in_specs: Any, out_specs: Any, *, check_vma: bool = True
-) -> Callable:
-    """jax.shard_map of function(is_spread, *args) over the mesh; without one the function itself.
-
-    is_spread: whether the arguments are parts, to be combined over AXES.
-    check_vma: as for jax.shard_map; off, all results must differ from device to device.
-    """
-    if mesh() is None:
-        return lambda *args: function(False, *args)
-    run = partial(function, True)
-    return jax.shard_map(run, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
-
-
-def varying(x: jax.Array) -> jax.Array:
-    """Inside jax.shard_map, a parameter to be used in any dtype: its gradient is summed over
-    devices in its own."""
-    already = jax.typeof(x).manual_axis_type.varying
-    return jax.lax.pcast(x, tuple(axis for axis in AXES if axis not in already), to="varying")
-
-
-def gather(x: jax.Array, spec: P, dtype: jnp.dtype) -> jax.Array:
-    """Inside jax.shard_map, this device's experts of a parameter that lies over FSDP, gathered in
-    `dtype`; its gradient is summed over devices in the parameter's dtype."""
-    x = varying(x)
+def part(value: jax.Array, shape: Sequence[int], axes: Sequence[str | None], min_size: int) -> Part:
+    """The part `value` of a parameter of this shape; of experts a device needs no others."""
+    here = sizes()
+    spec = param_spec(shape, axes, here, min_size) if here else ()
     # One axis in a tuple and the axis alone are the same to a PartitionSpec.
-    dims = tuple((dim, over) for dim, over in enumerate(spec) if over and "expert" not in over)
-    return _gather(x, dims, jnp.dtype(dtype), x.dtype)
+    named = ((dim, (over,) if isinstance(over, str) else over) for dim, over in enumerate(spec))
+    return Part(value, tuple((dim, over) for dim, over in named if over and over != ("expert",)))
+
+
+def gather(part: Part, dtype: jnp.dtype | None = None) -> jax.Array:
+    """The parameter in `dtype` (None: its own), whole but for experts of other devices; its
+    gradient is summed over the devices that have parts of it, in the parameter's dtype."""
+    dtype = jnp.dtype(dtype or part.value.dtype)
+    return _gather(part.value, part.dims, dtype, part.value.dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _gather(
-    x: jax.Array, dims: tuple[tuple[int, tuple[str, ...]], ...], dtype: jnp.dtype, _: jnp.dtype
-) -> jax.Array:
+def _gather(x: jax.Array, dims: Dims, dtype: jnp.dtype, _: jnp.dtype) -> jax.Array:
     x = x.astype(dtype)
     for dim, over in dims:
         x = jax.lax.all_gather(x, over, axis=dim, tiled=True)
     return x
 
 
-def _gather_vjp(dims: tuple, _: jnp.dtype, dtype: jnp.dtype, __: None, dx: jax.Array) -> tuple:
-    dx = dx.astype(dtype)
-    for dim, over in dims:
-        dx = jax.lax.psum_scatter(dx, over, scatter_dimension=dim, tiled=True)
-    return (dx,)
+def _gather_vjp(dims: Dims, _: jnp.dtype, dtype: jnp.dtype, __: None, dx: jax.Array) -> tuple:
+    return (scatter(dx.astype(dtype), dims),)
 
 
 _gather.defvjp(lambda *args: (_gather(*args), None), _gather_vjp)
+
+
+def scatter(x: jax.Array, dims: Dims) -> jax.Array:
+    """Of arrays like a whole parameter, their sum's part on this device."""
+    for dim, over in dims:
+        x = jax.lax.psum_scatter(x, over, scatter_dimension=dim, tiled=True)
+    return x

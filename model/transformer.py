@@ -6,18 +6,20 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
 
 from kernels.attention_residuals import mix
 from model import sharding
 from model.balance import Balance, Stats, init_balance
 from model.config import ModelConfig
 from model.decoder import Context, GroupInput, Intermediates, rematerialised
-from model.layers import at_least_float32, einsum, embed, param, rms_norm
+from model.layers import at_least_float32, einsum, embed, matrix, param, rms_norm
 from model.layout import Group as GroupLayout
 from model.layout import blocks
 from model.moe import LayerBalance
 
 Params = Any
+HEAD_AXES = ("embed", "vocab")
 
 
 class Aux(NamedTuple):
@@ -55,17 +57,10 @@ class Transformer(nn.Module):
         config = self.config
         D, W = config.dim, config.vocab_size
         embed_init = nn.initializers.normal(config.embedding_std)
-        embedding = param(self, config, "embedding", (W, D), ("vocab", "embed"), embed_init)
-        # Declared here for one parameter tree; used by `unembed`, which the loss calls in chunks.
-        param(
-            self,
-            config,
-            "head",
-            (D, W),
-            ("embed", "vocab"),
-            nn.initializers.normal(config.head_std),
-        )
-        embedded_BTD = sharding.by_tokens(embed(embedding, inputs_BT, config.dtype))
+        embedding = matrix(self, config, "embedding", (W, D), ("vocab", "embed"), embed_init)
+        # Declared here for one parameter tree; used by `unembed` and the loss.
+        matrix(self, config, "head", (D, W), HEAD_AXES, nn.initializers.normal(config.head_std))
+        embedded_BTD = embed(embedding, inputs_BT, config.dtype)
         valid_BT = jnp.ones_like(inputs_BT, bool) if segment_ids_BT is None else segment_ids_BT != 0
 
         mixes = config.residual.mode != "none"
@@ -176,7 +171,14 @@ class Block(nn.Module):
 
 def unembed(params: Params, hidden_BTD: jax.Array) -> jax.Array:
     """Logits [B, T, W] of hidden states [B, T, D], in fp32."""
-    return einsum("btd,dw->btw", hidden_BTD, params["head"], at_least_float32(hidden_BTD.dtype))
+    head = sharding.Part(params["head"])
+    return einsum("btd,dw->btw", hidden_BTD, head, at_least_float32(hidden_BTD.dtype))
+
+
+def head_part(config: ModelConfig, params: Params) -> sharding.Part:
+    """This device's part of the head [D, W], inside model.sharding.spread."""
+    shape = config.dim, config.vocab_size
+    return sharding.part(params["head"], shape, HEAD_AXES, config.shard_min_size)
 
 
 def init_params(config: ModelConfig, key: jax.Array) -> Params:
@@ -199,11 +201,16 @@ def param_shapes(config: ModelConfig) -> Params:
 def _boxed_params(config: ModelConfig, key: jax.Array) -> Params:
     tokens = jnp.zeros((1, 8), jnp.int32)
     balance = init_balance(config.balance, config.num_moe_layers, config.moe.num_experts)
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # these tokens divide over nothing
-        return Transformer(config).init(key, tokens, None, balance)["params"]
+    return Transformer(config).init(key, tokens, None, balance)["params"]
 
 
-def param_specs(config: ModelConfig, mesh: Mesh) -> Params:
+def specs_here(config: ModelConfig) -> Params:
+    """`param_specs` on the mesh of jax.set_mesh, for model.sharding.spread."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return P() if mesh.empty or mesh.size == 1 else param_specs(config, mesh)
+
+
+def param_specs(config: ModelConfig, mesh: Mesh | AbstractMesh) -> Params:
     """Where every parameter lies on a mesh, as a tree of PartitionSpecs."""
     return jax.tree.map(
         lambda x, axes: sharding.param_spec(x.shape, axes, mesh.shape, config.shard_min_size),

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from kernels.numerics import accumulation_dtype, precision_for
+from kernels.numerics import precision_for
 
 
 def grouped_matmul_ragged_dot(
@@ -18,6 +18,6 @@ def grouped_matmul_ragged_dot(
         w_EKN,
         group_sizes_E.astype(jnp.int32),
         precision=precision_for(x_MK.dtype),
-        preferred_element_type=accumulation_dtype(x_MK.dtype),
+        preferred_element_type=x_MK.dtype,
     )
-    return jnp.where(in_a_group_M1, y_MN, 0).astype(x_MK.dtype)
+    return jnp.where(in_a_group_M1, y_MN, 0)

@@ -5,7 +5,7 @@ import pytest
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from model.sharding import by_tokens, param_spec
+from model.sharding import param_spec
 from model.transformer import param_shapes, param_specs
 from tests.model.configs import small_config
 
@@ -53,10 +53,3 @@ def test_large_parameters_of_every_layer_are_spread():
         layers = shape.shape[0] if len(shape.shape) == len(spec) > 3 else 1
         if shape.size >= 100 * layers and "conv" not in path[-1].key:
             assert any(spec), (path, shape, spec)
-
-
-def test_rows_and_tokens_that_do_not_divide_are_refused():
-    with jax.sharding.use_abstract_mesh(AbstractMesh((2, 2, 3), ("data", "expert", "sequence"))):
-        for shape, message in (((6, 9), "6 rows .* try 8"), ((4, 8), "8 tokens .* try 9")):
-            with pytest.raises(ValueError, match=message):
-                jax.eval_shape(by_tokens, jax.ShapeDtypeStruct(shape, "int32"))

@@ -1,5 +1,6 @@
 """What a compiled step sends between devices, and what it does not."""
 
+import math
 import os
 import re
 import subprocess
@@ -38,7 +39,7 @@ compiled, _ = compile_step(config, jax.devices())
 for one in hlo.collectives(compiled.as_text()):
     print(one.kind, one.group, one.count, one.shape)
 """
-TOKENS, LATENT, SHARED, EXPERTS, HIDDEN, WIDTH = 576, 8, 4, 8, 12, 24
+ROWS, TOKENS, DIM, LATENT, SHARED, EXPERTS, HIDDEN, WIDTH = 8, 576, 40, 8, 4, 8, 12, 24
 
 
 def collectives_of(*mesh: int) -> list[tuple[str, int, list[list[int]]]]:
@@ -63,10 +64,12 @@ def collectives_of(*mesh: int) -> list[tuple[str, int, list[list[int]]]]:
 @pytest.mark.slow
 def test_over_sequence_only_the_latent_of_all_tokens_is_gathered():
     widths = set()
-    for kind, _, shapes in collectives_of(1, 1, 8):
-        for dims in shapes if kind in ("all-gather", "all-to-all") else ():
-            if TOKENS in dims:
+    for kind, group, shapes in collectives_of(1, 1, 8):
+        for dims in shapes:
+            if kind == "all-gather" and TOKENS in dims:
                 widths.add(dims[-1])
+            elif kind == "all-to-all" and group > 1:  # no more than a device has
+                assert math.prod(dims) <= ROWS * TOKENS * DIM / 8
     # The ids of documents end in the tokens themselves.
     assert widths == {TOKENS, LATENT, SHARED}
 

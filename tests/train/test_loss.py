@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
+from model.sharding import Part
 from train.data.batch import Batch
 from train.step.loss import LossConfig, loss_sums
 
@@ -28,8 +29,7 @@ def test_sums_and_gradients(x64, chunk_tokens):
     config = LossConfig(z_loss=0.1, chunk_tokens=chunk_tokens)
 
     def chunked(params, hidden):
-        sums = loss_sums(params, hidden, batch, config)
-        return sums.nll + config.z_loss * sums.z, sums
+        return loss_sums(Part(params["head"]), hidden, batch, config)
 
     def plain(params, hidden):
         logits = hidden @ params["head"]
@@ -49,8 +49,8 @@ def test_logits_exist_for_one_chunk_only():
     """No array of [B, T, W] elements, forward or backward."""
     params, hidden, batch = case()
     jaxpr = jax.make_jaxpr(
-        jax.grad(lambda p: loss_sums(p, hidden, batch, LossConfig(chunk_tokens=2)).nll)
-    )(params)
+        jax.grad(lambda p: loss_sums(Part(p), hidden, batch, LossConfig(chunk_tokens=2))[0])
+    )(params["head"])
 
     def sizes(jaxpr):
         for equation in jaxpr.eqns:

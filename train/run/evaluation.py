@@ -7,11 +7,12 @@ from collections.abc import Iterable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from model.balance import Balance
 from model.config import ModelConfig
-from model.sharding import ROWS, num_parts
-from model.transformer import Params, Transformer, unembed
+from model.sharding import TOKENS, spread, total
+from model.transformer import Params, Transformer, head_part, specs_here, unembed
 from train.data.batch import Batch
 from train.step.loss import LossConfig, loss_sums
 
@@ -21,11 +22,15 @@ def _nll(
     params: Params, balance: Balance, batch: Batch, model: ModelConfig, config: LossConfig
 ) -> tuple[jax.Array, jax.Array]:
     """(summed nats, scored tokens) of a batch; the balance is frozen."""
-    hidden_BTD, _ = Transformer(model).apply(
-        {"params": params}, batch.inputs, batch.segment_ids, balance
-    )
-    sums = loss_sums(params, hidden_BTD, batch, config)
-    return sums.nll, sums.num_tokens
+
+    def on_device(params: Params, batch: Batch, balance: Balance) -> tuple[jax.Array, jax.Array]:
+        hidden_BTD, _ = Transformer(model).apply(
+            {"params": params}, batch.inputs, batch.segment_ids, balance
+        )
+        _, sums = loss_sums(head_part(model, params), hidden_BTD, batch, config)
+        return total((sums.nll, sums.num_tokens))
+
+    return spread(on_device, (specs_here(model), TOKENS, P()), P())(params, batch, balance)
 
 
 def bits_per_byte(
@@ -51,9 +56,13 @@ def _next_token(
     model: ModelConfig,
 ) -> jax.Array:
     """The likeliest token after position `last`; later positions are never looked at."""
-    # A mesh spreads rows, so there is one for every device.
-    tokens_BT = jnp.tile(tokens_T[None], (num_parts(ROWS), 1))
-    hidden_BTD, _ = Transformer(model).apply({"params": params}, tokens_BT, None, balance)
+
+    def on_device(params: Params, tokens_BT: jax.Array, balance: Balance) -> jax.Array:
+        return Transformer(model).apply({"params": params}, tokens_BT, None, balance)[0]
+
+    row = P(None, "sequence")  # one, the same on all devices along the other axes
+    run = spread(on_device, (specs_here(model), row, P()), row)
+    hidden_BTD = run(params, tokens_T[None], balance)
     return jnp.argmax(unembed(params, hidden_BTD[:1, last][:, None])[0, 0])
 
 

@@ -1,14 +1,14 @@
 """Cross entropy over chunks of tokens, as sums: a step's mean is taken once."""
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from model import sharding
 from model.layers import at_least_float32
-from model.transformer import Params, unembed
+from model.sharding import Part, gather, scatter
 from train.data.batch import Batch
 
 
@@ -17,7 +17,7 @@ class LossConfig:
     """What is summed over tokens."""
 
     z_loss: float = 0.0  # weight of logsumexp(logits)^2
-    chunk_tokens: int = 8192  # a device has logits of at most about this many tokens at a time
+    chunk_tokens: int = 8192  # a device has logits of at most this many tokens at a time
 
     def __post_init__(self) -> None:
         if not self.z_loss >= 0:
@@ -44,36 +44,87 @@ def token_nll(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Arr
     return lse - chosen, lse
 
 
-def loss_sums(params: Params, hidden_BTD: jax.Array, batch: Batch, config: LossConfig) -> LossSums:
-    """Loss sums of a microbatch; a device makes logits for one slice of its tokens at a time, and
-    again in the backward pass, so that no [B, T, W] array exists."""
-    B, T, _ = hidden_BTD.shape
-    rows, shards = sharding.num_parts(sharding.ROWS), sharding.num_parts(("sequence",))
-    own = T // shards  # tokens of a row on a device; slices are of these
-    chunk = min(own, max(1, config.chunk_tokens // (B // rows)))
-    num_chunks = -(-own // chunk)
+def loss_sums(
+    head: Part, hidden_BTD: jax.Array, batch: Batch, config: LossConfig
+) -> tuple[jax.Array, LossSums]:
+    """(nll + z_loss * z, which has a gradient; the sums, which have none) of these tokens.
 
-    def sums(hidden: jax.Array, targets: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-        nll, lse = token_nll(unembed(params, hidden), targets)
-        return jnp.sum(jnp.where(mask, nll, 0)), jnp.sum(jnp.where(mask, lse**2, 0))
+    Logits exist for a chunk of tokens at a time. Where a gradient is taken it is made along with
+    the loss, from the same logits, and so that of the head is summed over devices once.
 
-    num_tokens = jnp.sum(batch.loss_mask, dtype=jnp.int32)
-    if num_chunks == 1:
-        return LossSums(*sums(hidden_BTD, batch.targets, batch.loss_mask), num_tokens)
+    Args:
+      head: model.transformer.head_part.
+    """
+    D = hidden_BTD.shape[-1]
+    tokens = hidden_BTD.reshape(-1, D), batch.targets.reshape(-1), batch.loss_mask.reshape(-1)
+    M = tokens[1].size
+    chunk = min(M, config.chunk_tokens)
 
     def in_chunks(x: jax.Array) -> jax.Array:
-        """[B, T, ...] -> [num_chunks, B, shards * chunk, ...], zero-padded."""
-        x = x.reshape(B, shards, own, *x.shape[2:])
-        pad = [(0, 0), (0, 0), (0, num_chunks * chunk - own)] + [(0, 0)] * (x.ndim - 3)
-        x = jnp.pad(x, pad).reshape(B, shards, num_chunks, chunk, *x.shape[3:])
-        return jnp.moveaxis(x, 2, 0).reshape(num_chunks, B, shards * chunk, *x.shape[4:])
+        """[M, ...] -> [chunks, tokens of a chunk, ...], zero-padded."""
+        x = jnp.pad(x, [(0, -M % chunk)] + [(0, 0)] * (x.ndim - 1))
+        return x.reshape(-1, chunk, *x.shape[1:])
 
-    @jax.checkpoint
-    def step(carry: tuple[jax.Array, jax.Array], x: tuple[jax.Array, ...]) -> tuple:
-        x = tuple(map(sharding.by_tokens, x))
-        return jax.tree.map(jnp.add, carry, sums(*x)), None
+    hidden, targets, mask = map(in_chunks, tokens)
+    objective, nll, z = _summed(head, hidden, targets, mask, config.z_loss)
+    return objective, LossSums(nll, z, jnp.sum(batch.loss_mask, dtype=jnp.int32))
 
-    zero = jnp.zeros((), at_least_float32(hidden_BTD.dtype))
-    chunks = tuple(in_chunks(x) for x in (hidden_BTD, batch.targets, batch.loss_mask))
-    (nll, z), _ = jax.lax.scan(step, (zero, zero), chunks)
-    return LossSums(nll, z, num_tokens)
+
+Sums = tuple[jax.Array, jax.Array, jax.Array]  # nll + z_loss * z, nll, z
+
+
+def _of_logits(
+    logits_CW: jax.Array, targets_C: jax.Array, mask_C: jax.Array, z_loss: float
+) -> tuple[jax.Array, Sums]:
+    nll_C, lse_C = token_nll(logits_CW, targets_C)
+    nll, z = jnp.sum(jnp.where(mask_C, nll_C, 0)), jnp.sum(jnp.where(mask_C, lse_C**2, 0))
+    objective = nll + z_loss * z
+    return objective, (objective, nll, z)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _summed(
+    head: Part, hidden_NCD: jax.Array, targets_NC: jax.Array, mask_NC: jax.Array, z_loss: float
+) -> Sums:
+    """Sums over N chunks of C tokens."""
+    head_DW = gather(head, hidden_NCD.dtype)
+    dtype = at_least_float32(hidden_NCD.dtype)
+
+    def step(sums: Sums, x: tuple[jax.Array, ...]) -> tuple[Sums, None]:
+        logits_CW = jnp.matmul(x[0], head_DW, preferred_element_type=dtype)
+        return jax.tree.map(jnp.add, sums, _of_logits(logits_CW, *x[1:], z_loss)[1]), None
+
+    zeros = (jnp.zeros((), dtype),) * 3
+    return jax.lax.scan(step, zeros, (hidden_NCD, targets_NC, mask_NC))[0]
+
+
+def _summed_fwd(
+    head: Part, hidden_NCD: jax.Array, targets_NC: jax.Array, mask_NC: jax.Array, z_loss: float
+) -> tuple[Sums, tuple[Part, jax.Array]]:
+    head_DW = gather(head, hidden_NCD.dtype)
+    dtype = at_least_float32(hidden_NCD.dtype)
+
+    def step(carry: tuple[Sums, jax.Array], x: tuple[jax.Array, ...]) -> tuple:
+        sums, dhead_DW = carry
+        hidden_CD, *labels = x
+        logits_CW = jnp.matmul(hidden_CD, head_DW, preferred_element_type=dtype)
+        gradient = jax.grad(_of_logits, has_aux=True)
+        dlogits_CW, new = gradient(logits_CW, *labels, z_loss)
+        dlogits_CW = dlogits_CW.astype(hidden_CD.dtype)
+        dhidden_CD = jnp.einsum("cw,dw->cd", dlogits_CW, head_DW)
+        dhead_DW += jnp.einsum(
+            "cd,cw->dw", hidden_CD, dlogits_CW, preferred_element_type=dhead_DW.dtype
+        )
+        return (jax.tree.map(jnp.add, sums, new), dhead_DW), dhidden_CD
+
+    zeros = (jnp.zeros((), dtype),) * 3, jnp.zeros(head_DW.shape, head.value.dtype)
+    (sums, dhead_DW), dhidden_NCD = jax.lax.scan(step, zeros, (hidden_NCD, targets_NC, mask_NC))
+    dhead = dataclasses.replace(head, value=scatter(dhead_DW, head.dims))
+    return sums, (dhead, dhidden_NCD)
+
+
+def _summed_bwd(_: float, gradients: tuple[Part, jax.Array], scale: Sums) -> tuple:
+    return *jax.tree.map(lambda x: x * scale[0].astype(x.dtype), gradients), None, None
+
+
+_summed.defvjp(_summed_fwd, _summed_bwd)

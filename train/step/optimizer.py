@@ -13,6 +13,7 @@ import jax
 import optax
 from optax.contrib import MuonDimensionNumbers
 
+from train.step.muon import scale_by_muon
 from train.step.schedule import ScheduleConfig, make_schedule
 
 Params = Any
@@ -76,28 +77,26 @@ class OptimizerConfig(ScheduleConfig):
             )
 
 
-def make_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTransformation:
+def make_optimizer(
+    config: OptimizerConfig, num_steps: int
+) -> optax.GradientTransformationExtraArgs:
     """Clip by global norm, Muon or Adam, weight decay, learning rate.
 
-    Muon is optax's with Newton-Schulz on each head's block of the query, key and value matrices
-    (Kimi K3 report, Per-Head Muon) and on every other matrix whole. Its updates are scaled to
-    a root mean square of about `consistent_rms`, Adam's usual size (arXiv 2502.16982 Eq. 4), so
-    one learning rate serves both. Decay and learning rate are applied once, after both.
+    Muon has Newton-Schulz on each head's block of the query, key and value matrices (Kimi K3
+    report, Per-Head Muon) and on every other matrix whole. Its updates are scaled to a root mean
+    square of about `consistent_rms`, Adam's usual size, so one learning rate serves both. Decay and
+    learning rate are applied once, after both.
 
-    `init` and `update` raise ValueError for a parameter whose name has no rule here.
+    `update` takes `specs` as train.step.muon.scale_by_muon does. It and `init` raise ValueError for
+    a parameter whose name has no rule here.
     """
     adam = optax.scale_by_adam(config.b1, config.b2, config.eps, mu_dtype=config.mu_dtype)
     if config.name == "adamw":
         direction = adam
     else:
-        muon = optax.contrib.muon(
-            learning_rate=-1.0,  # optax negates: +1 leaves the ascent direction to the end
-            beta=config.muon_momentum,
-            mu_dtype=config.mu_dtype,
-            muon_weight_dimension_numbers=muon_dimension_numbers,
-            consistent_rms=config.consistent_rms,
+        muon = scale_by_muon(
+            config.muon_momentum, config.consistent_rms, config.mu_dtype, muon_dimension_numbers
         )
-        # Split here and not by optax's muon, which makes its Adam part Nesterov's.
         direction = optax.partition({"muon": muon, "adam": adam}, _labels)
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),

@@ -6,10 +6,20 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec as P
 
-from model.balance import Stats, add_stats, balance_metrics, empty_stats, update_balance
+from model.balance import (
+    STATS_SPECS,
+    Balance,
+    Stats,
+    add_stats,
+    balance_metrics,
+    empty_stats,
+    update_balance,
+)
 from model.config import ModelConfig
-from model.transformer import Params, Transformer
+from model.sharding import TOKENS, sizes, spread, total, unused_axes
+from model.transformer import Params, Transformer, head_part, specs_here
 from train.data.batch import Batch
 from train.step.loss import LossConfig, LossSums, loss_sums
 from train.step.state import TrainState
@@ -39,52 +49,80 @@ class _Totals(NamedTuple):
 
 
 def _objective(
-    params: Params, batch: Batch, state: TrainState, model: ModelConfig, config: LossConfig
+    params: Params, batch: Batch, balance: Balance, model: ModelConfig, config: LossConfig
 ) -> tuple[jax.Array, tuple[LossSums, jax.Array, Stats]]:
-    """What is differentiated: a *sum* over the microbatch's tokens."""
+    """What is differentiated: a *sum* over this device's tokens of a microbatch."""
     hidden_BTD, aux = Transformer(model).apply(
-        {"params": params}, batch.inputs, batch.segment_ids, state.balance
+        {"params": params}, batch.inputs, batch.segment_ids, balance
     )
-    sums = loss_sums(params, hidden_BTD, batch, config)
+    loss, sums = loss_sums(head_part(model, params), hidden_BTD, batch, config)
     # The auxiliary loss sums over real tokens, of which each document's last has no target; in
     # units of the loss's tokens it weighs as a mean should.
-    num_real = jnp.maximum(jnp.sum(batch.segment_ids != 0), 1)
-    aux_loss = aux.aux_loss * (sums.num_tokens / num_real)
-    return sums.nll + config.z_loss * sums.z + aux_loss, (sums, aux_loss, aux.stats)
+    num_real = jnp.maximum(total(jnp.sum(batch.segment_ids != 0)), 1)
+    aux_loss = aux.aux_loss * (total(sums.num_tokens) / num_real)
+    return loss + aux_loss, (sums, aux_loss, aux.stats)
 
 
-def _accumulate(state: TrainState, batch: Batch, model: ModelConfig, config: StepConfig) -> _Totals:
-    """Gradients, loss sums and router statistics of the whole batch."""
+def _accumulate(
+    params: Params, batch: Batch, balance: Balance, *, model: ModelConfig, config: StepConfig
+) -> _Totals:
+    """Gradients, loss sums and router statistics of this device's tokens."""
     B, T = batch.inputs.shape
     gradient = jax.value_and_grad(_objective, has_aux=True)
 
     def totals_of(microbatch: Batch) -> _Totals:
-        (_, aux), grads = gradient(state.params, microbatch, state, model, config.loss)
+        (_, aux), grads = gradient(params, microbatch, balance, model, config.loss)
         return _Totals(grads, *aux)
 
     if config.accumulation == 1:
         return totals_of(batch)
 
-    # Rows a, a + A, ... form microbatch a, so that rows sharded over devices stay where they are.
+    # Rows a, a + A, ... form microbatch a, on any mesh.
     rows = B // config.accumulation
     microbatches = jax.tree.map(
         lambda x: x.reshape(rows, config.accumulation, *x.shape[1:]).swapaxes(0, 1), batch
     )
     first = jax.eval_shape(totals_of, jax.tree.map(lambda x: x[0], microbatches))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), first)
-    dtype = first.stats["margins"].dtype if "margins" in first.stats else jnp.float32
-    L, E = first.stats["load"].shape
-    zeros = zeros._replace(stats=empty_stats(model.balance, L, E, B * T, dtype))
+    if "margins" in first.stats:
+        L, _, E = first.stats["margins"].shape
+        empty = empty_stats(model.balance, L, E, B * T, first.stats["margins"].dtype)
+        zeros.stats["margins"] = empty["margins"]
 
-    def step(total: _Totals, x: tuple[jax.Array, Batch]) -> tuple[_Totals, None]:
+    def step(sums: _Totals, x: tuple[jax.Array, Batch]) -> tuple[_Totals, None]:
         index, microbatch = x
         one = totals_of(microbatch)
-        stats = add_stats(total.stats, one.stats, index * (rows * T))
-        added = jax.tree.map(jnp.add, total._replace(stats=None), one._replace(stats=None))
+        stats = add_stats(sums.stats, one.stats, index * (rows * T))
+        added = jax.tree.map(jnp.add, sums._replace(stats=None), one._replace(stats=None))
         return added._replace(stats=stats), None
 
     indices = jnp.arange(config.accumulation)
     return jax.lax.scan(step, zeros, (indices, microbatches))[0]
+
+
+def _totals(state: TrainState, batch: Batch, model: ModelConfig, config: StepConfig) -> _Totals:
+    """Gradients, loss sums and router statistics of the whole batch, over all devices.
+
+    What all devices need of each other is summed here, once a step and for all layers together.
+    """
+    specs = specs_here(model)
+
+    def on_device(params: Params, batch: Batch, balance: Balance) -> _Totals:
+        sums = _accumulate(params, batch, balance, model=model, config=config)
+        if not sizes():
+            return sums
+        # A part was summed already over the devices that have the other parts.
+        grads = jax.tree.map(lambda x, spec: total(x, unused_axes(spec)), sums.grads, specs)
+        stats = {name: total(x, unused_axes(STATS_SPECS[name])) for name, x in sums.stats.items()}
+        loss, aux_loss = total((sums.loss, sums.aux_loss))
+        return _Totals(grads, loss, aux_loss, stats)
+
+    stats = {name: STATS_SPECS[name] for name in empty_stats(model.balance, 0, 0, 0)}
+    if not model.num_moe_layers:
+        stats = {}
+    return spread(on_device, (specs, TOKENS, P()), _Totals(specs, P(), P(), stats))(
+        state.params, batch, state.balance
+    )
 
 
 def train_step(
@@ -93,7 +131,7 @@ def train_step(
     *,
     model: ModelConfig,
     config: StepConfig,
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformationExtraArgs,
 ) -> tuple[TrainState, Metrics]:
     """One update of parameters, optimizer and balance.
 
@@ -108,32 +146,34 @@ def train_step(
       skipped, and per MoE layer [L] max_vio, min_load, max_load, bias_spread, and dropped, the
       assignments that found no room (model.expert_parallel).
     """
-    total = _accumulate(state, batch, model, config)
-    count = jnp.maximum(total.loss.num_tokens, 1)
-    grads = jax.tree.map(lambda g: g / count.astype(g.dtype), total.grads)
-    loss = total.loss.nll / count
+    sums = _totals(state, batch, model, config)
+    count = jnp.maximum(sums.loss.num_tokens, 1)
+    grads = jax.tree.map(lambda g: g / count.astype(g.dtype), sums.grads)
+    loss = sums.loss.nll / count
     grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    updates, opt_state = optimizer.update(
+        grads, state.opt_state, state.params, specs=specs_here(model)
+    )
     params = optax.apply_updates(state.params, updates)
     num_real = jnp.sum(batch.segment_ids != 0, dtype=jnp.int32)
     balance = state.balance
-    if total.stats:
+    if sums.stats:
         balance = update_balance(
-            model.balance, state.balance, total.stats, num_real, model.moe.top_k
+            model.balance, state.balance, sums.stats, num_real, model.moe.top_k
         )
     new = TrainState(state.step, params, opt_state, balance)
     kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, state)
     metrics = {
         "loss": loss,
-        "z_loss": config.loss.z_loss * total.loss.z / count,
-        "aux_loss": total.aux_loss / count,
+        "z_loss": config.loss.z_loss * sums.loss.z / count,
+        "aux_loss": sums.aux_loss / count,
         "grad_norm": grad_norm,
-        "num_tokens": total.loss.num_tokens,
+        "num_tokens": sums.loss.num_tokens,
         "skipped": jnp.logical_not(finite).astype(jnp.int32),
     }
-    if total.stats:
-        metrics |= balance_metrics(state.balance, total.stats)
-        metrics["dropped"] = total.stats["dropped"]
+    if sums.stats:
+        metrics |= balance_metrics(state.balance, sums.stats)
+        metrics["dropped"] = sums.stats["dropped"]
     return kept._replace(step=state.step + 1), metrics
