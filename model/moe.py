@@ -12,7 +12,6 @@ from kernels.grouped_matmul import grouped_matmul
 from model import sharding
 from model.balance import Stats, aux_loss_sum, empty_stats, layer_stats
 from model.config import ModelConfig
-from model.dispatch import Plan
 from model.expert_parallel import Chosen, mix_experts
 from model.ffn import FFN, glu
 from model.layers import einsum, param, rms_norm
@@ -133,12 +132,12 @@ def _route_and_mix(
         gathered = map(partial(sharding.gather, dtype=z_MR.dtype), weights[1:], specs[1:])
         weights = ExpertWeights(weights.router, *gathered)
 
-    def experts(rows: jax.Array, plan: Plan) -> jax.Array:
+    def experts(rows: jax.Array, group_sizes_E: jax.Array) -> jax.Array:
         def multiply(rows: jax.Array, weight: jax.Array) -> jax.Array:
             return grouped_matmul(
                 rows,
                 weight.astype(rows.dtype),
-                plan.group_sizes_E,
+                group_sizes_E,
                 group_multiple=c.row_block,
                 implementation=c.implementation,
             )
