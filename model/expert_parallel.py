@@ -3,18 +3,22 @@
 Every device of the axis holds an equal part of the experts, in order, and its own tokens.
 "gather": all tokens of the axis come to every device, which runs its experts on those that chose
 them, and the results are added up on the way back. "all_to_all": each choice of a token is sent to
-the device that holds its expert, and its result is sent back.
+the device that holds its expert, and its result is sent back; by ragged_all_to_all for GPUs and
+TPUs, and in buffers of one size for each pair of devices on the CPU, where XLA does not have it.
 
 M tokens of a device, J choices of a token, E experts of a device, R width of the experts' input.
+S senders, D devices that hold experts: both are all devices of the axis.
 """
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from kernels.numerics import platform
 from model.config import MoEConfig
 from model.dispatch import Plan, dispatch, make_plan, num_rows, undispatch
 from model.layers import at_least_float32
@@ -22,8 +26,8 @@ from model.sharding import num_parts
 
 AXIS = "expert"
 
-# (rows, plan) -> rows: the products with this device's experts.
-Experts = Callable[[jax.Array, Plan], jax.Array]
+# (rows, group_sizes_E) -> rows: the products with this device's experts.
+Experts = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class Chosen(NamedTuple):
@@ -44,19 +48,21 @@ def mix_experts(config: MoEConfig, experts: Experts, chosen: Chosen) -> tuple[ja
     Returns:
       u_MR, and the number of this device's (with "gather": this device's experts') assignments that
       found no room: 0 unless config.buffer_factor bounds the room, which it does where experts are
-      spread. With "gather" the last of a device's experts lose, with "all_to_all" the last tokens.
+      spread. Their results are zero. The last of a device's experts lose, and of one expert the
+      last tokens; in buffers of one size, which bound each sender by itself, its last tokens.
     """
     if num_parts((AXIS,)) == 1:
         plan = make_plan(chosen.expert_ids_MJ, config.num_experts, config.row_block)
         u_MR, dropped = _weighted(experts, chosen, plan), plan.dropped
     else:
-        run = {"gather": _gathered, "all_to_all": _exchanged}[config.dispatch]
+        exchanged = _exchanged_ragged if platform() in ("gpu", "tpu") else _exchanged_evenly
+        run = {"gather": _gathered, "all_to_all": exchanged}[config.dispatch]
         u_MR, dropped = run(config, experts, chosen)
     return u_MR.astype(chosen.z_MR.dtype), dropped
 
 
 def _weighted(experts: Experts, chosen: Chosen, plan: Plan) -> jax.Array:
-    rows = experts(dispatch(chosen.z_MR, plan), plan)
+    rows = experts(dispatch(chosen.z_MR, plan), plan.group_sizes_E)
     return _combine(undispatch(rows, plan), chosen)
 
 
@@ -90,7 +96,9 @@ def _gathered(config: MoEConfig, experts: Experts, chosen: Chosen) -> tuple[jax.
     return jax.lax.psum_scatter(u_MR, AXIS, tiled=True), plan.dropped
 
 
-def _exchanged(config: MoEConfig, experts: Experts, chosen: Chosen) -> tuple[jax.Array, jax.Array]:
+def _exchanged_evenly(
+    config: MoEConfig, experts: Experts, chosen: Chosen
+) -> tuple[jax.Array, jax.Array]:
     size = jax.lax.axis_size(AXIS)
     E = config.num_experts // size
     M, J = chosen.expert_ids_MJ.shape
@@ -104,5 +112,95 @@ def _exchanged(config: MoEConfig, experts: Experts, chosen: Chosen) -> tuple[jax
 
     rows, ids_R = exchange(dispatch(chosen.z_MR, send)), exchange(ids_R)
     plan = make_plan(ids_R[:, None], E, config.row_block)
-    rows = undispatch(experts(dispatch(rows, plan), plan), plan)[:, 0]
+    rows = undispatch(experts(dispatch(rows, plan), plan.group_sizes_E), plan)[:, 0]
     return _combine(undispatch(exchange(rows), send), chosen), send.dropped
+
+
+class Slices(NamedTuple):
+    """What a device tells ragged_all_to_all: one slice for each expert of each device, [S * E]."""
+
+    input_offsets: jax.Array
+    send_sizes: jax.Array
+    output_offsets: jax.Array  # on the receiver
+    recv_sizes: jax.Array
+
+
+class Exchange(NamedTuple):
+    """Which rows travel between the devices that have tokens and those that hold experts."""
+
+    there: Slices
+    back: Slices
+    group_sizes_E: jax.Array  # rows of this device's experts, multiples of row_block
+    dropped: jax.Array  # int32, assignments of this device that found no room
+
+
+def _exchanged_ragged(
+    config: MoEConfig, experts: Experts, chosen: Chosen
+) -> tuple[jax.Array, jax.Array]:
+    size = jax.lax.axis_size(AXIS)
+    E = config.num_experts // size
+    M, J = chosen.expert_ids_MJ.shape
+    send = make_plan(chosen.expert_ids_MJ, config.num_experts)
+    counts_SDE = jax.lax.all_gather(send.group_sizes_E.reshape(size, E), AXIS)
+    room = num_rows(_room(config, M * J, M * size * min(J, E)), E, config.row_block)
+    exchange = _plan_exchange(counts_SDE, room, config.row_block)
+
+    rows = dispatch(chosen.z_MR, send)
+    rows = _travel((M * J, room), rows, exchange.there, exchange.back)
+    rows = experts(rows, exchange.group_sizes_E)
+    rows = _travel((room, M * J), rows, exchange.back, exchange.there)
+    return _combine(undispatch(rows, send), chosen), exchange.dropped
+
+
+def _plan_exchange(counts_SDE: jax.Array, room: int, row_block: int) -> Exchange:
+    """Lays out the rows of a device as "gather" does: by expert, each padded to a multiple of
+    row_block, and of one expert by sender; a sender's rows are sorted by expert, without padding.
+
+    counts_SDE: the assignments of each sender to each expert of each device.
+    """
+    sent_SX = counts_SDE.reshape(counts_SDE.shape[0], -1)
+    source_SDE = (jnp.cumsum(sent_SX, axis=1) - sent_SX).reshape(counts_SDE.shape)
+    padded_DE = -(-counts_SDE.sum(axis=0) // row_block) * row_block
+    end_DE = jnp.cumsum(padded_DE, axis=1)
+    before_SDE = jnp.cumsum(counts_SDE, axis=0) - counts_SDE
+    target_SDE = jnp.minimum((end_DE - padded_DE)[None] + before_SDE, room)
+    size_SDE = jnp.minimum(counts_SDE, room - target_SDE)
+    here = jax.lax.axis_index(AXIS)
+
+    def of(x_SDE: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """For the slices that this device has, and for those that its experts get."""
+        return x_SDE[here].reshape(-1), x_SDE[:, here].reshape(-1)
+
+    (source, source_here), (target, target_here) = of(source_SDE), of(target_SDE)
+    size, size_here = of(size_SDE)
+    return Exchange(
+        there=Slices(source, size, target, size_here),
+        back=Slices(target_here, size_here, source_here, size),
+        group_sizes_E=jnp.diff(jnp.minimum(end_DE[here], room), prepend=0),
+        dropped=jnp.sum((counts_SDE - size_SDE)[here], dtype=jnp.int32),
+    )
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _travel(lengths: tuple[int, int], rows: jax.Array, there: Slices, back: Slices) -> jax.Array:
+    """Sends lengths[0] rows where `there` says; of the lengths[1] that come, those that nobody
+    sent are zero. `back` is the same exchange in reverse, and so the gradient's: JAX's own rule
+    would find it with two more collectives."""
+    nothing = jnp.zeros_like(rows, shape=(lengths[1], rows.shape[1]))
+    return jax.lax.ragged_all_to_all(rows, nothing, *there, axis_name=AXIS)
+
+
+def _travel_fwd(
+    lengths: tuple[int, int], rows: jax.Array, there: Slices, back: Slices
+) -> tuple[jax.Array, tuple[Slices, Slices]]:
+    return _travel(lengths, rows, there, back), (there, back)
+
+
+def _travel_bwd(
+    lengths: tuple[int, int], saved: tuple[Slices, Slices], drows: jax.Array
+) -> tuple[jax.Array, None, None]:
+    there, back = saved
+    return _travel(lengths[::-1], drows, back, there), None, None
+
+
+_travel.defvjp(_travel_fwd, _travel_bwd)

@@ -9,7 +9,6 @@ from flax import linen as nn
 from kernels.grouped_matmul import grouped_matmul
 from model.balance import Stats, aux_loss_sum, layer_stats
 from model.config import ModelConfig
-from model.dispatch import Plan
 from model.expert_parallel import Chosen, mix_experts
 from model.ffn import FFN, glu
 from model.layers import einsum, matrix, param, rms_norm
@@ -92,12 +91,12 @@ def _route_and_mix(
     routing = route(c, router_scores(c, x_MD, weights.router), balance.bias_E)
     gate, up, down = (gather(weight, z_MR.dtype) for weight in weights[1:])
 
-    def experts(rows: jax.Array, plan: Plan) -> jax.Array:
+    def experts(rows: jax.Array, group_sizes_E: jax.Array) -> jax.Array:
         def multiply(rows: jax.Array, weight: jax.Array) -> jax.Array:
             return grouped_matmul(
                 rows,
                 weight,
-                plan.group_sizes_E,
+                group_sizes_E,
                 group_multiple=c.row_block,
                 implementation=c.implementation,
             )

@@ -18,6 +18,7 @@ from model.balance import init_balance
 from model.config import BalanceConfig, MoEConfig
 from model.transformer import param_shapes
 from tests.model.configs import small_config
+from tests.multidevice import emulation
 from train.data.batch import Batch
 from train.run.mesh import MeshConfig, batch_sharding, make_mesh, state_shardings
 from train.step.loss import LossConfig
@@ -58,6 +59,9 @@ def run(devices, dispatch, *sizes):
         start = jax.device_put(state, shardings)
         return jax.device_get(jax.jit(step, out_shardings=(shardings, None))(start, rows))
 
+if RAGGED:
+    emulation.install()
+
 def assert_close(where, a, b):
     scale = max(1e-3, np.max(np.abs(b)))  # of the array: Muon makes small entries of large ones
     np.testing.assert_allclose(a, b, rtol=0, atol=1e-9 * scale, err_msg=where)
@@ -89,16 +93,19 @@ DEFAULTS = {
     "ACCUMULATION": 1,
     "DOCUMENTS": True,
     "BUFFER": None,
+    "RAGGED": False,
     "SIZES": ALL,
     "DISPATCHES": ["gather"],
 }
+SPREAD = [s for s in ALL if s[1] > 1]
 TWO = [(2, 2, 2), (1, 4, 2)]
 
 
 CASES = {
     "gather": {},
     "one_document": {"DOCUMENTS": False, "SIZES": [s for s in ALL if s[2] > 1]},
-    "all_to_all": {"DISPATCHES": ["all_to_all"], "SIZES": [s for s in ALL if s[1] > 1]},
+    "all_to_all": {"DISPATCHES": ["all_to_all"], "SIZES": SPREAD},
+    "ragged": {"DISPATCHES": ["all_to_all"], "SIZES": SPREAD, "REMAT": "full", "RAGGED": True},
     "float32": {"DTYPE": "float32", "DISPATCHES": ["gather", "all_to_all"], "SIZES": TWO},
     "quantile": {"ESTIMATOR": "quantile", "ACCUMULATION": 2, "SIZES": TWO},
     "aux_loss": {"ESTIMATOR": "aux_loss", "REMAT": "full", "CHUNK": 8, "SIZES": TWO},

@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+import os
 
 import pytest
 
 from configs import tiny
+from tests.kernels.test_kda_mosaic import REPOSITORY, needs_libtpu
 from tests.train.test_config import python
 from train.config import TrainConfig, build
 from train.dryrun import CHIPS, devices_of, with_flags
@@ -33,6 +35,8 @@ ENTRY %main (a: f32[8,4]) -> f32[8,4] {
   %rs = f32[4]{0} reduce-scatter(%e), replica_groups=mesh['data'=4,'expert'=2] {'data'}
   %ar2 = (f32[100]{0}, f32[100]{0}) all-reduce-start(%b, %c), replica_groups={}, to_apply=%add
   %ag2 = ((f32[10], f32[10]), (f32[40], f32[40])) all-gather-start(%b, %c), replica_groups=[2,4]<=[8]
+  %there = bf16[100,16]{1,0} ragged-all-to-all(%x, %zeros, %o, %s, %t, %r), replica_groups={{0,1}}
+  %x = bf16[8,16]{1,0} copy(%a)
   ROOT %r = f32[8,4] copy(%a)
 }
 """  # noqa: E501
@@ -48,12 +52,14 @@ def test_collectives_are_counted_with_the_rounds_of_their_loops():
         ("reduce-scatter", 16, 4, 1),
         ("all-reduce", 800, 8, 1),
         ("all-gather", 320, 4, 1),
+        ("ragged-all-to-all", 256, 2, 1),
     ]
     assert hlo.sent_by_kind(hlo.collectives(TEXT)) == {
         "all-gather": (8 * 256 + 320) * 3 / 4,
         "all-reduce": 136 + 800 * 2 * 7 / 8,
         "collective-permute": 32,
         "reduce-scatter": 16 * 3,
+        "ragged-all-to-all": 128,
     }
 
 
@@ -138,3 +144,28 @@ def test_the_command_on_virtual_devices(tmp_path):
     assert out["memory"]["parameters"] > 0 and out["sent_per_step"]["collective-permute"] > 0
     done = python("train.dryrun", *flags[:2], "--mesh=data=3")
     assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize("topology, mesh", [("v5e:4x4", (2, 4, 2)), ("v5p:2x2x2", (1, 8, 1))])
+@pytest.mark.parametrize("factor", [None, 1.5])
+def test_tpus_exchange_ragged_rows(tmp_path, topology, mesh, factor):
+    file = tmp_path / "out.json"
+    sizes = ",".join(
+        f"{axis}={n}" for axis, n in zip(("data", "expert", "sequence"), mesh, strict=True)
+    )
+    done = python(
+        "train.dryrun",
+        "--config=configs/tiny.py",
+        f"--topology={topology}",
+        f"--mesh={sizes}",
+        f"--json={file}",
+        "--config.model.layers=MM",
+        "--config.model.moe.dispatch=all_to_all",
+        f"--config.model.moe.buffer_factor={factor}",
+        PYTHONPATH=f"{REPOSITORY / '.libtpu'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    sent = json.loads(file.read_text())["sent_per_step"]
+    assert sent["ragged-all-to-all"] > 0 and "all-to-all" not in sent

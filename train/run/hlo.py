@@ -26,7 +26,7 @@ class Collective(NamedTuple):
 
     kind: str
     shape: str  # of its result, as in the text
-    num_bytes: int  # of its result on a device
+    num_bytes: int  # of its result on a device; of a ragged one's operand if that is smaller
     group: int  # devices that take part together
     count: int  # runs in one step
     operation: str  # the JAX operation it comes from
@@ -55,10 +55,15 @@ def collectives(text: str) -> list[Collective]:
     found: list[Collective] = []
 
     def visit(name: str, count: int) -> None:
-        for shape, operation, rest in computations.get(name, ()):
+        instructions = computations.get(name, {})
+        for shape, operation, rest in instructions.values():
             kind = operation.removesuffix("-start")
             if kind in KINDS:
-                found.append(_collective(operation, shape, rest, count, everyone))
+                one = _collective(operation, shape, rest, count, everyone)
+                operand = instructions.get(rest.split(",")[0].lstrip("%"))
+                if kind == "ragged-all-to-all" and operand:  # rows travel; either side has room
+                    one = one._replace(num_bytes=min(one.num_bytes, sum(_sizes(operand[0]))))
+                found.append(one)
             rounds = _rounds(rest, computations) if operation == "while" else 1
             for called in _called(rest):
                 visit(called, count * rounds)
@@ -75,18 +80,19 @@ def sent_by_kind(found: list[Collective]) -> dict[str, float]:
     return dict(totals)
 
 
-def _computations(text: str) -> tuple[dict[str, list[tuple[str, str, str]]], str]:
-    """(shape, operation, rest of the line) of the instructions of every computation, and the
-    entry's name."""
-    computations: dict[str, list[tuple[str, str, str]]] = {}
+def _computations(text: str) -> tuple[dict[str, dict[str, tuple[str, str, str]]], str]:
+    """(shape, operation, rest of the line) of the instructions of every computation, by name, and
+    the entry's name."""
+    computations: dict[str, dict[str, tuple[str, str, str]]] = {}
     entry, current = "", None
     for line in text.splitlines():
         header = re.match(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$", line)
         if header:
-            current = computations.setdefault(header[2], [])
+            current = computations.setdefault(header[2], {})
             entry = header[2] if header[1] else entry
         elif current is not None and (instruction := _INSTRUCTION.match(line)):
-            current.append(instruction.groups()[1:])
+            name, *parts = instruction.groups()
+            current[name] = tuple(parts)
     return computations, entry
 
 
@@ -96,37 +102,41 @@ def _called(rest: str) -> Iterator[str]:
         yield from (name.strip().lstrip("%") for name in branches.split(","))
 
 
-def _rounds(rest: str, computations: dict[str, list[tuple[str, str, str]]]) -> int:
+def _rounds(rest: str, computations: dict[str, dict[str, tuple[str, str, str]]]) -> int:
     """Rounds of a loop: as the compiler says, else the one number that its condition holds."""
     if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', rest):
         return int(known[1])
     condition = re.search(r"condition=%?([\w.\-]+)", rest)
     limits = [
         int(number[1])
-        for _, operation, rest in computations.get(condition[1] if condition else "", ())
+        for _, operation, rest in computations.get(condition[1] if condition else "", {}).values()
         if operation == "constant" and (number := re.match(r"(\d+)\)", rest))
     ]
     return limits[0] if len(limits) == 1 else 1
 
 
 def _collective(operation: str, shape: str, rest: str, count: int, everyone: int) -> Collective:
-    kind = operation.removesuffix("-start")
-    shapes = _SHAPE.findall(shape)
-    sizes = [
-        _BITS.get(dtype, int(re.sub(r"\D.*", "", dtype[1:]) or 8))
-        * math.prod(int(n) for n in dims.split(",") if n)
-        // 8
-        for dtype, dims in shapes
-    ]
+    kind, sizes = operation.removesuffix("-start"), _sizes(shape)
     # An asynchronous start lists its operands, then its results, then a context; of an all-reduce
     # the results alone.
     if operation.endswith("-start") and kind != "all-reduce":
-        sizes = [size for size, (_, dims) in zip(sizes, shapes, strict=True) if dims]
+        dims = [dims for _, dims in _SHAPE.findall(shape)]
+        sizes = [size for size, dims in zip(sizes, dims, strict=True) if dims]
         sizes = sizes[len(sizes) // 2 :]
     from_jax = re.search(r'op_name="([^"]*)"', rest)
     return Collective(
         kind, shape, sum(sizes), _group_size(rest, everyone), count, from_jax[1] if from_jax else ""
     )
+
+
+def _sizes(shape: str) -> list[int]:
+    """Bytes of every array in a shape."""
+    return [
+        _BITS.get(dtype, int(re.sub(r"\D.*", "", dtype[1:]) or 8))
+        * math.prod(int(n) for n in dims.split(",") if n)
+        // 8
+        for dtype, dims in _SHAPE.findall(shape)
+    ]
 
 
 def _group_size(rest: str, everyone: int) -> int:
