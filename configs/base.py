@@ -49,6 +49,10 @@ def get_config() -> ConfigDict:
     mesh.sequence = 1  # the tokens of a row over sequence, large parameters over data and sequence
     mesh.cpu_devices = 1  # devices that JAX makes of the CPU
 
+    # By name, such as "v5p:16x16x16" (a topology) or "v5p:16x16x16/1048576" (and a context): fields
+    # to be changed there; for --layout and train.dryrun.
+    config.layouts = ConfigDict()
+
     config.run = run = ConfigDict()
     run.steps = 100  # optimizer steps
     run.seed = 0  # of the parameters
@@ -124,7 +128,8 @@ def get_model() -> ConfigDict:
     moe.combine_scores = "unbiased"  # or "biased": the released Kimi-Linear-48B
     moe.routed_scaling_factor = 1.0
     moe.row_block = 64  # rows of a grouped-matmul block; experts are padded to it
-    moe.dispatch = "gather"  # tokens to experts on other devices; or "all_to_all"
+    # Tokens to experts on other devices: "gather", "all_to_all" or "even_all_to_all".
+    moe.dispatch = "gather"
     moe.buffer_factor = None  # room of a device for assignments, in even loads; None: for any load
     moe.implementation = None
 

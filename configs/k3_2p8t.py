@@ -49,6 +49,24 @@ def get_config() -> ConfigDict:
     config.data.context_length = 8192
     config.data.batch_size = 4096  # 32M tokens a step
     config.optimizer.learning_rate = 2e-4
+    config.optimizer.mu_dtype = "bfloat16"
+    config.layouts = {
+        "v5p:16x16x32": {
+            "mesh": {"data": 64, "expert": 64, "sequence": 2},
+            "model": {"remat": "nested", "moe": {"dispatch": "all_to_all", "buffer_factor": 1.5}},
+            "step": {"loss": {"chunk_tokens": 1024}},
+        },
+        "v5p:16x16x32/1048576": {
+            "data": {"context_length": 2**20, "batch_size": 32},
+            "mesh": {"data": 1, "expert": 32, "sequence": 256},
+            "model": {
+                "remat": "nested",
+                "mla": {"head_block": 8},
+                "moe": {"dispatch": "all_to_all", "buffer_factor": 1.5},
+            },
+            "step": {"loss": {"chunk_tokens": 1024}},
+        },
+    }
     config.run.steps = 500_000
     config.run.checkpoint_every = 1000
     return config

@@ -52,6 +52,19 @@ def get_config() -> ConfigDict:
     config.data.context_length = 4096
     config.data.batch_size = 8192  # 32M tokens a step
     config.optimizer.learning_rate = 1.1e-3
+    config.layouts = {
+        "v5e:16x16": {
+            "data": {"batch_size": 1024},  # 4M tokens a step
+            "mesh": {"data": 16, "expert": 16},
+            # libtpu has no ragged exchange for this slice.
+            "model": {
+                "remat": "nested",
+                "moe": {"dispatch": "even_all_to_all", "buffer_factor": 1.5},
+            },
+            "step": {"accumulation": 4, "loss": {"chunk_tokens": 512}},
+            "optimizer": {"mu_dtype": "bfloat16"},
+        },
+    }
     config.run.steps = 180_000
     config.run.checkpoint_every = 1000
     return config

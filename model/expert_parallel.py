@@ -4,7 +4,8 @@ Every device of the axis holds an equal part of the experts, in order, and its o
 "gather": all tokens of the axis come to every device, which runs its experts on those that chose
 them, and the results are added up on the way back. "all_to_all": each choice of a token is sent to
 the device that holds its expert, and its result is sent back; by ragged_all_to_all for GPUs and
-TPUs, and in buffers of one size for each pair of devices on the CPU, where XLA does not have it.
+TPUs. "even_all_to_all": the same in buffers of one size for each pair of devices; also what
+"all_to_all" does where XLA does not have the other, on the CPU.
 
 M tokens of a device, J choices of a token, E experts of a device, R width of the experts' input.
 S senders, D devices that hold experts: both are all devices of the axis.
@@ -55,8 +56,12 @@ def mix_experts(config: MoEConfig, experts: Experts, chosen: Chosen) -> tuple[ja
         plan = make_plan(chosen.expert_ids_MJ, config.num_experts, config.row_block)
         u_MR, dropped = _weighted(experts, chosen, plan), plan.dropped
     else:
-        exchanged = _exchanged_ragged if platform() in ("gpu", "tpu") else _exchanged_evenly
-        run = {"gather": _gathered, "all_to_all": exchanged}[config.dispatch]
+        has_ragged = platform() in ("gpu", "tpu")
+        run = {
+            "gather": _gathered,
+            "all_to_all": _exchanged_ragged if has_ragged else _exchanged_evenly,
+            "even_all_to_all": _exchanged_evenly,
+        }[config.dispatch]
         u_MR, dropped = run(config, experts, chosen)
     return u_MR.astype(chosen.z_MR.dtype), dropped
 

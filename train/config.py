@@ -60,6 +60,7 @@ class TrainConfig:
     step: StepConfig
     mesh: MeshConfig
     run: RunConfig
+    layouts: dict = dataclasses.field(default_factory=dict)  # fields to change, by name
 
     def __post_init__(self) -> None:
         rows, parts = self.data.batch_size, self.step.accumulation

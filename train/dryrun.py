@@ -34,6 +34,11 @@ _MESH = flags.DEFINE_string("mesh", None, "Such as data=64,expert=64,sequence=2.
 _CONTEXT = flags.DEFINE_integer(
     "context", None, "Tokens of a row; the rows become fewer, so that a step has as many tokens."
 )
+_EFFORT = flags.DEFINE_float(
+    "effort",
+    -1.0,
+    "What XLA does for speed, -1 to 1: -1 compiles ten times faster than 0, a real run's default.",
+)
 _JSON = flags.DEFINE_string("json", None, "A file for the figures.")
 
 
@@ -118,6 +123,7 @@ def compile_step(config: TrainConfig, devices: list[jax.Device]) -> tuple[Any, d
     step = make_step(config, optimizer, state)
     with jax.set_mesh(mesh):
         lowered = step.trace(state, batch).lower(lowering_platforms=(devices[0].platform,))
+        jax.clear_caches()  # the traces of a large model hold gigabytes
         try:
             return lowered.compile(), given
         except jax.errors.JaxRuntimeError as error:
@@ -215,6 +221,7 @@ def main(config: TrainConfig) -> None:
             raise ValueError(f"--json={_JSON.value} lies in no folder; try --json=dryrun.json")
         config = with_flags(config, _MESH.value, _CONTEXT.value)
         devices = devices_of(_TOPOLOGY.value)
+        jax.config.update("jax_exec_time_optimization_effort", _EFFORT.value)
         compiled, given = compile_step(config, devices)
     except (ValueError, NotImplementedError) as error:
         if os.environ.get("TESSERA_TRACEBACK"):
@@ -226,5 +233,12 @@ def main(config: TrainConfig) -> None:
         Path(_JSON.value).write_text(json.dumps(out, indent=2) + "\n")
 
 
+def _likely_layouts() -> list[str]:
+    """Of the topology and the context, unless the mesh is given."""
+    if _MESH.value:
+        return []
+    return [f"{_TOPOLOGY.value}/{_CONTEXT.value}", _TOPOLOGY.value]
+
+
 if __name__ == "__main__":
-    run(main)
+    run(main, _likely_layouts)

@@ -23,17 +23,23 @@ _CONFIG = flags.DEFINE_string(
     "Experiment: a file of configs/, for example configs/tiny.py; "
     "--config.optimizer.learning_rate=1e-3 overrides a field.",
 )
+_LAYOUT = flags.DEFINE_string(
+    "layout", None, "What the config changes on one of the machines that it names in layouts."
+)
 
 
-def run(main: Callable[[TrainConfig], None]) -> None:
+def run(main: Callable[[TrainConfig], None], layouts: Callable[[], Sequence[str]] = tuple) -> None:
     """Runs a program on the experiment of the command line, or ends it with one line that says
-    what is wrong there."""
+    what is wrong there.
+
+    layouts: names of layouts, of which the first that the config has is taken without --layout.
+    """
     flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS["config"])  # for --help
     logging.set_verbosity(logging.WARNING)  # below that, orbax alone tells fifty lines a save
 
     def start(argv: Sequence[str]) -> None:
         try:
-            config = load_config(_CONFIG.value, argv[1:])
+            config = load_config(_CONFIG.value, argv[1:], _LAYOUT.value, layouts())
         except ValueError as error:
             refuse(error)
         main(config)
@@ -47,8 +53,17 @@ def refuse(error: Exception | str) -> NoReturn:
     sys.exit(2)
 
 
-def load_config(argument: str | None, overrides: Sequence[str] = ()) -> TrainConfig:
+def load_config(
+    argument: str | None,
+    overrides: Sequence[str] = (),
+    layout: str | None = None,
+    likely: Sequence[str] = (),
+) -> TrainConfig:
     """The experiment of FILE[:arg] with the fields that --config.group.field=value sets.
+
+    Args:
+      layout: the entry of the config's `layouts` whose fields replace the config's.
+      likely: without `layout` the first of these that the config has.
 
     Raises:
       ValueError: says what would work.
@@ -57,6 +72,12 @@ def load_config(argument: str | None, overrides: Sequence[str] = ()) -> TrainCon
     if argument is None and stray:
         raise ValueError(f"{stray[0]!r} is no flag; {_meant(stray[0], '')}")
     values = _read(argument)
+    layouts = values.get("layouts", {})
+    if layout is not None and layout not in layouts:
+        known = ", ".join(layouts) or "none"
+        raise ValueError(f"--layout={layout} is none of the config's layouts; there are {known}")
+    for name in [layout] if layout else [name for name in likely if name in layouts][:1]:
+        values = _merge(values, layouts[name])
     for override in overrides:
         name, equals, text = override.lstrip("-").partition("=")
         if not equals or not override.startswith(("-config.", "--config.")):

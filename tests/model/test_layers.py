@@ -58,9 +58,15 @@ def test_situ_glu_limits_and_swiglu():
 
 
 @pytest.mark.parametrize(
-    "name", ["mla_b2_t24_h4", "mla_b1_t40_h3_odd", "mla_b2_t16_noqlora_nogate"]
+    ("name", "head_block"),
+    [
+        ("mla_b2_t24_h4", None),
+        ("mla_b2_t24_h4", 2),
+        ("mla_b1_t40_h3_odd", 1),
+        ("mla_b2_t16_noqlora_nogate", None),
+    ],
 )
-def test_gated_mla(name):
+def test_gated_mla(name, head_block):
     g = load(name)
     q_down = g.get("q_a_proj.weight")
     mla = MLAConfig(
@@ -72,6 +78,7 @@ def test_gated_mla(name):
         value_dim=int(g["v_head_dim"]),
         output_gate="g_proj.weight" in g,
         norm_eps=float(g["norm_eps"]),
+        head_block=head_block,
     )
     config = small_config(dim=64, mla=mla, dtype="float32", param_dtype="float32")
     params = mla_tree(lambda name: g[name], mla)

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ PROGRAM = """
 import sys
 import jax
 jax.config.update("jax_num_cpu_devices", 8)
-from model.config import MoEConfig
+from model.config import MoEConfig, ResidualConfig
 from tests.model.configs import small_config
 from train.config import RunConfig, TrainConfig
 from train.data.config import DataConfig
@@ -27,7 +28,8 @@ from train.step.train_step import StepConfig
 moe = MoEConfig(num_experts=8, top_k=2, expert_hidden=12, latent_dim=24, row_block=4)
 config = TrainConfig(
     model=small_config(
-        layers="KM", dim=40, dtype="float32", param_dtype="float32", shard_min_size=0, moe=moe
+        layers="KM", dim=40, dtype="float32", param_dtype="float32", shard_min_size=0, moe=moe,
+        residual=ResidualConfig(sys.argv[4], 1),
     ),
     data=DataConfig(context_length=576, batch_size=8),
     optimizer=OptimizerConfig(learning_rate=1e-2, name="adamw"),
@@ -42,10 +44,10 @@ for one in hlo.collectives(compiled.as_text()):
 ROWS, TOKENS, DIM, LATENT, SHARED, EXPERTS, HIDDEN, WIDTH = 8, 576, 40, 8, 4, 8, 12, 24
 
 
-def collectives_of(*mesh: int) -> list[tuple[str, int, list[list[int]]]]:
+def collectives_of(*mesh: int, residual: str = "block") -> list[tuple[str, int, list[list[int]]]]:
     """(kind, devices that take part, the dims of each result) of a step."""
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *map(str, mesh)],
+        [sys.executable, "-c", PROGRAM, *map(str, mesh), residual],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
@@ -82,3 +84,16 @@ def test_over_expert_no_weight_of_an_expert_is_gathered():
             gathered |= {tuple(dims) for dims in shapes}
     assert gathered  # the tokens
     assert not [dims for dims in gathered if {HIDDEN, WIDTH} <= set(dims) or EXPERTS in dims[:1]]
+
+
+@pytest.mark.slow
+def test_attention_residuals_send_nothing_of_a_token():
+    sent = {}
+    for residual in ("block", "none"):
+        found = collectives_of(2, 2, 2, residual=residual)
+        sent[residual] = Counter(
+            (kind, tuple(dims)) for kind, _, shapes in found for dims in shapes if len(dims) > 1
+        )
+    more = {dims for (kind, dims), _ in (sent["block"] - sent["none"]).items()}
+    # Pseudo-queries and norms, and their quarters: of a group's sublayers, and of the final mix.
+    assert more and all(dims[-1] in (DIM, DIM // 4) and dims[0] <= 4 for dims in more), more

@@ -205,3 +205,18 @@ def python(program: str, *arguments: str, **environment: str) -> subprocess.Comp
         text=True,
         env=os.environ | {"JAX_PLATFORMS": "cpu"} | environment,
     )
+
+
+def test_layouts_change_what_they_name():
+    file, long = "configs/k3_2p8t.py", "v5p:16x16x32/1048576"
+    changed = load_config(file, ["--config.mesh.sequence=4"], layout=long)
+    assert (changed.data.batch_size, changed.data.context_length) == (32, 2**20)
+    assert (changed.mesh.expert, changed.mesh.sequence) == (32, 4)  # the command line has the word
+    assert changed.model.kda == load_config(file).model.kda
+    assert load_config(file, likely=["v5p:2x2x1", long]) == load_config(file, layout=long)
+    assert load_config(file, likely=["v5p:2x2x1"]) == load_config(file)
+    for file in ("k3_2p8t", "kimi_linear_48b"):
+        for name in load_config(f"configs/{file}.py").layouts:
+            load_config(f"configs/{file}.py", layout=name)
+    with pytest.raises(ValueError, match="none of the config's layouts; there are v5p"):
+        load_config("configs/k3_2p8t.py", layout="v5p")
