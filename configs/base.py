@@ -18,7 +18,7 @@ def get_config() -> ConfigDict:
     data.pattern = "*.py"  # which files of the folder
     data.context_length = 256  # T, tokens of a row
     data.batch_size = 8  # rows of the global batch
-    data.num_streams = 0  # independent data streams; 0: one a row
+    data.num_streams = 0  # independent; a process runs those of its rows; 0: one a row
     data.seed = 0  # order of the data
     data.shuffle = True
 
@@ -47,7 +47,7 @@ def get_config() -> ConfigDict:
     mesh.data = -1  # devices along each axis; -1: what is left. Rows lie over data and expert,
     mesh.expert = 1  # experts over expert,
     mesh.sequence = 1  # the tokens of a row over sequence, large parameters over data and sequence
-    mesh.cpu_devices = 1  # devices that JAX makes of the CPU
+    mesh.cpu_devices = 1  # devices that JAX makes of the CPU, in each process
 
     # By name, such as "v5p:16x16x16" (a topology) or "v5p:16x16x16/1048576" (and a context): fields
     # to be changed there; for --layout and train.dryrun.

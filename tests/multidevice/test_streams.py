@@ -1,6 +1,5 @@
 """Two processes save, one resumes: neither rows nor states depend on the process count."""
 
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.multidevice.launch import free_port
 from train.data.config import DataConfig
 from train.data.pipeline import TrainBatches
 from train.data.sources import load_source
@@ -18,38 +18,39 @@ from train.run.checkpoint import Checkpoints
 
 PROCESS = """
 import sys
-import jax
-rank, address, directory = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(address, 2, rank)
+rank, address, directory, num_streams = int(sys.argv[1]), *sys.argv[2:4], int(sys.argv[4])
+from train.run.processes import join
+join(address, 2, rank)
 from train.data.config import DataConfig
 from train.data.pipeline import TrainBatches
 from train.data.sources import load_source
 from train.data.tokenizer import ByteTokenizer
 from train.run.checkpoint import Checkpoints
-source, _ = load_source(DataConfig())
-streams = range(2 * rank, 2 * rank + 2)
-batches = TrainBatches(DataConfig(batch_size=4), source, ByteTokenizer(), streams=streams)
+from train.run.feed import streams_here, to_devices
+from train.run.mesh import MeshConfig, make_mesh
+config = DataConfig(batch_size=4, num_streams=num_streams)
+source, _ = load_source(config)
+mesh = make_mesh(MeshConfig())
+streams = streams_here(mesh, config)
+assert streams == ([0] if num_streams == 1 else [2 * rank, 2 * rank + 1])
+batches = TrainBatches(config, source, ByteTokenizer(), streams=streams)
 for _ in range(5):
     batch = next(batches)
-mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-inputs = jax.make_array_from_process_local_data(sharding, batch.inputs)
+batch = to_devices(mesh, batch, batches.rows, 4)
 checkpoints = Checkpoints(directory)
-checkpoints.save(5, {"inputs": inputs}, batches.get_state(), {})
+checkpoints.save(5, batch._asdict(), batches.get_state(), {})
 checkpoints.close()
 batches.close()
 """
 
 
 @pytest.mark.slow
-def test_two_processes_save_and_one_resumes(tmp_path):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
+@pytest.mark.parametrize("num_streams", [0, 1])  # one a row, or one whose rows lie on both
+def test_two_processes_save_and_one_resumes(tmp_path, num_streams):
+    address = f"localhost:{free_port()}"
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", PROCESS, str(rank), address, str(tmp_path)],
+            [sys.executable, "-c", PROCESS, str(rank), address, str(tmp_path), str(num_streams)],
             cwd=Path(__file__).parents[2],
         )
         for rank in range(2)
@@ -60,15 +61,16 @@ def test_two_processes_save_and_one_resumes(tmp_path):
         for process in processes:
             process.kill()
 
-    config = DataConfig(batch_size=4)
+    config = DataConfig(batch_size=4, num_streams=num_streams)
     source, _ = load_source(config)
     uninterrupted = TrainBatches(config, source, ByteTokenizer())
     for _ in range(5):
         batch = next(uninterrupted)
     checkpoints = Checkpoints(tmp_path)
-    restored = checkpoints.restore_latest({"inputs": jnp.zeros((4, 256), jnp.int32)}, {})
+    restored = checkpoints.restore_latest(jax.tree.map(jnp.asarray, batch._asdict()), {})
     checkpoints.close()
-    np.testing.assert_array_equal(restored.state["inputs"], batch.inputs)
+    jax.tree.map(np.testing.assert_array_equal, restored.state, batch._asdict())
+    assert [state["stream"] for state in restored.data_states] == list(range(config.streams))
     resumed = TrainBatches(config, source, ByteTokenizer())
     resumed.set_state(restored.data_states)
     jax.tree.map(np.testing.assert_array_equal, next(resumed), next(uninterrupted))

@@ -117,22 +117,23 @@ def test_a_refused_run_leaves_nothing_behind(tmp_path, changes, message):
     assert not (tmp_path / "run").exists()
 
 
-def test_ctrl_c_saves_the_step_under_way(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_the_step_under_way(tmp_path, number):
     config = small_run()
     run = Run(config, tmp_path)
     step_fn = run.step_fn
 
     def interrupted(state, batch):
         if int(state.step) == 6:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
         return step_fn(state, batch)
 
     run.step_fn = interrupted
-    before = signal.getsignal(signal.SIGINT)  # a background job ignores it
+    before = signal.getsignal(number)  # a background job ignores it
     with pytest.raises(KeyboardInterrupt):
         run.train()
     assert newest_step(tmp_path / "checkpoints") == 7
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(number) is before
     assert restored(config, tmp_path)[0] == 7
 
 

@@ -21,6 +21,8 @@ class TrainBatches(Iterator[Batch]):
     s gets the pieces s, s + num_streams, ... and packs them by itself. Its rows therefore depend
     on neither the process count nor the mesh, and no piece is lost or repeated in an epoch.
 
+    `rows` are the places of its rows in the global batch.
+
     Args:
       config: corpus and batch geometry.
       source: the training side of the corpus.
@@ -42,6 +44,8 @@ class TrainBatches(Iterator[Batch]):
                 f"streams={self._streams} must be some of the {config.streams} streams that the "
                 f"config has, for example range({config.streams})"
             )
+        size = config.rows_per_stream
+        self.rows = tuple(s * size + n for s in self._streams for n in range(size))
         self._source = source
         # What fixes the rows of a stream. A state means nothing under another recipe.
         self._recipe = {

@@ -86,7 +86,8 @@ class Checkpoints:
         Args:
           step: optimizer steps done.
           state: pytree of jax arrays.
-          data_states: one JSON-able state for each data stream of this process.
+          data_states: one JSON-able state for each data stream of this process, with its number
+            as "stream"; one that several processes run is saved once.
           config: the resolved config, JSON-able.
         """
         self._manager.save(
@@ -189,7 +190,7 @@ def _by_name(tree: PyTree) -> dict[str, Any]:
 
 
 def _of_all_processes(states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The stream states of all processes in process order, known to each of them."""
+    """The states of all streams in order, known to every process."""
     if jax.process_count() == 1:
         return list(states)
     text = np.frombuffer(json.dumps(list(states)).encode(), np.uint8)
@@ -197,8 +198,9 @@ def _of_all_processes(states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     padded = np.zeros(lengths.max(), np.uint8)
     padded[: len(text)] = text
     texts = multihost_utils.process_allgather(padded)
-    return [
-        state
+    by_stream = {
+        state["stream"]: state
         for row, length in zip(texts, lengths, strict=True)
         for state in json.loads(row[:length].tobytes())
-    ]
+    }
+    return [by_stream[stream] for stream in sorted(by_stream)]

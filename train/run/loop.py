@@ -1,10 +1,12 @@
 """The run: data, steps, reports, evaluations, checkpoints, in order of time."""
 
+import contextlib
 import dataclasses
 import json
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -12,19 +14,20 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from jax.experimental import multihost_utils
 
 from train.config import TrainConfig
 from train.data.baselines import baselines
-from train.data.batch import Batch
 from train.data.evaluation import heldout_batches
 from train.data.pipeline import TrainBatches
 from train.data.sources import TextSource, load_source
 from train.data.tokenizer import ByteTokenizer
 from train.run.checkpoint import Checkpoints, differences
 from train.run.evaluation import bits_per_byte, sample
+from train.run.feed import streams_here, to_devices
 from train.run.flops import count_params, mfu, train_flops_per_token
-from train.run.mesh import batch_sharding, check_divides, make_mesh, start_devices
-from train.run.metrics import MetricsWriter, count, duration
+from train.run.mesh import check_divides, make_mesh, start_devices
+from train.run.metrics import MetricsWriter, NoWriter, count, duration
 from train.run.program import abstract_batch, abstract_state, make_state, make_step
 from train.step.optimizer import make_optimizer, num_updates
 from train.step.schedule import make_schedule
@@ -36,7 +39,10 @@ LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
 
 class Run:
     """A prepared run. Making one checks everything a person may have typed wrongly (ValueError)
-    and builds what training needs; `train` then runs it to the end."""
+    and builds what training needs; `train` then runs it to the end.
+
+    Of several processes (train.run.processes) each makes the same calls in the same order, feeds
+    its own devices and saves what lies there; the first alone writes and speaks."""
 
     def __init__(self, config: TrainConfig, workdir: str | Path) -> None:
         self.config = config
@@ -66,7 +72,8 @@ class Run:
         # the trace.
         with jax.set_mesh(self.mesh):
             self.step_fn.eval_shape(state, abstract_batch(config, self.mesh))
-        self.batches = TrainBatches(config.data, self.train_source, self.tokenizer)
+        streams = streams_here(self.mesh, config.data)
+        self.batches = TrainBatches(config.data, self.train_source, self.tokenizer, streams=streams)
         self.checkpoints = Checkpoints(
             self.workdir / "checkpoints", keep=config.run.keep_checkpoints
         )
@@ -99,14 +106,11 @@ class Run:
         try:
             with (
                 jax.set_mesh(self.mesh),
-                MetricsWriter(self.workdir, first_step, self.config.run.steps) as writer,
+                self._writer(first_step) as writer,
             ):
                 self._banner(writer)
-                handler = signal.signal(signal.SIGINT, self._interrupt)
-                try:
+                with self._stoppable():
                     self._steps(first_step, writer)
-                finally:
-                    signal.signal(signal.SIGINT, handler)
                 self._finish(writer)
         finally:
             self.close()
@@ -123,7 +127,8 @@ class Run:
         log = _Log(config, writer, self.schedule, self.state)
         pending: tuple[int, Metrics] | None = None
         for step in range(first_step + 1, run.steps + 1):
-            batch = self._to_devices(next(self.batches))
+            batch = next(self.batches)
+            batch = to_devices(self.mesh, batch, self.batches.rows, config.data.batch_size)
             self.state, metrics = self.step_fn(self.state, batch)
             if pending is not None:
                 log.step(*pending)
@@ -131,7 +136,8 @@ class Run:
             last = step == run.steps
             evaluate = run.eval_every and step % run.eval_every == 0 and not last
             due = run.checkpoint_every and step % run.checkpoint_every == 0
-            save = last or due or self.interrupted
+            stop = self.interrupted or multihost_utils.reached_preemption_sync_point(step)
+            save = last or due or stop
             if evaluate or save:
                 log.step(*pending)
                 pending = None
@@ -142,33 +148,52 @@ class Run:
             if save:
                 states = self.batches.get_state()
                 self.checkpoints.save(step, self.state, states, dataclasses.asdict(config))
-            if self.interrupted:
+            if stop:
                 raise KeyboardInterrupt
 
+    @contextlib.contextmanager
+    def _stoppable(self) -> Iterator[None]:
+        """At Ctrl-C or SIGTERM the step under way ends and is saved; a second Ctrl-C ends the run
+        at once. Among several processes JAX takes SIGTERM, and has all agree on a step."""
+        signals = [signal.SIGINT]
+        if not jax.distributed.is_initialized():
+            signals.append(signal.SIGTERM)
+        handlers = {number: signal.signal(number, self._interrupt) for number in signals}
+        try:
+            yield
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
     def _interrupt(self, *_: Any) -> None:
-        """Ctrl-C: the step under way ends and is saved; a second Ctrl-C ends the run at once."""
         print("stopping after this step; Ctrl-C again stops without saving", file=sys.stderr)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        self.interrupted = True
+        if jax.distributed.is_initialized():
+            signal.raise_signal(signal.SIGTERM)
+        else:
+            self.interrupted = True
 
-    def _to_devices(self, batch: Batch) -> Batch:
-        return jax.device_put(batch, batch_sharding(self.mesh))
+    def _writer(self, first_step: int) -> MetricsWriter:
+        if jax.process_index():
+            return NoWriter()
+        return MetricsWriter(self.workdir, first_step, self.config.run.steps)
 
     def _bits_per_byte(self, max_rows: int) -> tuple[float, int]:
         """Held-out bits per byte over at most max_rows rows (0: all), and how many bytes that
         is."""
         config = self.config
-        rows = heldout_batches(
+        num_rows = config.data.batch_size // config.step.accumulation
+        batches = heldout_batches(
             self.heldout_source,
             self.tokenizer,
             context_length=config.run.eval_context or config.data.context_length,
-            batch_size=config.data.batch_size // config.step.accumulation,
+            batch_size=num_rows,
             max_rows=max_rows or None,
         )
         return bits_per_byte(
             self.state.params,
             self.state.balance,
-            map(self._to_devices, rows),
+            (to_devices(self.mesh, batch, range(num_rows), num_rows) for batch in batches),
             config.model,
             config.step.loss,
         )
@@ -204,6 +229,8 @@ class Run:
 
     def _write_config(self) -> None:
         """The resolved config and the library versions, for whoever finds the run folder."""
+        if jax.process_index():
+            return
         self.workdir.mkdir(parents=True, exist_ok=True)
         resolved = {
             "config": dataclasses.asdict(self.config),
@@ -221,7 +248,11 @@ class Run:
         if self.resumed_from is not None:
             started = f"resumed from step {self.resumed_from}"
         rows = (
-            ("devices", f"{jax.device_count()} x {device.device_kind} ({device.platform})"),
+            (
+                "devices",
+                f"{jax.device_count()} x {device.device_kind} ({device.platform})"
+                + (f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""),
+            ),
             ("mesh", ", ".join(f"{k}={v}" for k, v in self.mesh.shape.items())),
             (
                 "parameters",

@@ -23,7 +23,8 @@ class MeshConfig:
     data: int = -1
     expert: int = 1
     sequence: int = 1
-    cpu_devices: int = 1  # devices that JAX makes of the CPU: small models train faster on several
+    # Devices that JAX makes of the CPU in each process: small models train faster on several.
+    cpu_devices: int = 1
 
     @property
     def sizes(self) -> tuple[int, int, int]:

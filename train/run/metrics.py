@@ -96,6 +96,25 @@ class MetricsWriter:
             self._tensorboard.add_scalar(name, number, step)
 
 
+class NoWriter(MetricsWriter):
+    """Of a process that leaves writing to another."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+    def advance(self) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        pass
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        pass
+
+
 def _plain(value: Any) -> Any:
     """JSON has no NaN or infinity: null in their place."""
     if isinstance(value, list):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from train.config import TrainConfig
 from train.data.batch import Batch
@@ -39,12 +39,13 @@ def make_step(
     config: TrainConfig, optimizer: optax.GradientTransformation, state: TrainState
 ) -> Callable:
     """The jitted train step (state, batch) -> (state, metrics); it takes the state's memory and
-    leaves the next one where `state`, an abstract one, says."""
+    leaves the next one where `state`, an abstract one, says, and the metrics on every device."""
     step = functools.partial(
         train_step, model=config.model, config=config.step, optimizer=optimizer
     )
     places = jax.tree.map(lambda x: x.sharding, state)
-    return jax.jit(step, donate_argnums=0, out_shardings=(places, None))
+    everywhere = NamedSharding(state.step.sharding.mesh, PartitionSpec())
+    return jax.jit(step, donate_argnums=0, out_shardings=(places, everywhere))
 
 
 def make_state(
