@@ -100,10 +100,10 @@ class Run:
 
     def train(self) -> None:
         """Runs the remaining steps, then evaluates, samples and prints the closing line."""
-        self._write_config()
-        self.batches.start_prefetch()
         first_step = self.resumed_from or 0
         try:
+            self._write_config()
+            self.batches.start_prefetch()
             with (
                 jax.set_mesh(self.mesh),
                 self._writer(first_step) as writer,
@@ -228,15 +228,23 @@ class Run:
         )
 
     def _write_config(self) -> None:
-        """The resolved config and the library versions, for whoever finds the run folder."""
-        if jax.process_index():
-            return
-        self.workdir.mkdir(parents=True, exist_ok=True)
+        """The resolved config and the library versions, for whoever finds the run folder, and for
+        the other processes: a folder of their own would go unnoticed until the first checkpoint."""
         resolved = {
             "config": dataclasses.asdict(self.config),
             "versions": {name: version(name) for name in LIBRARIES},
         }
-        (self.workdir / "config.json").write_text(json.dumps(resolved, indent=2) + "\n")
+        text, path = json.dumps(resolved, indent=2) + "\n", self.workdir / "config.json"
+        if jax.process_index() == 0:
+            self.workdir.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        multihost_utils.sync_global_devices("config.json is written")
+        mine = path.is_file() and path.read_text() == text
+        if not np.all(multihost_utils.process_allgather(np.bool_(mine))):
+            raise ValueError(
+                f"not every process finds its own config in {path}; give all the same flags and "
+                "versions, and as --workdir one folder that all of them see"
+            )
 
     def _banner(self, writer: MetricsWriter) -> None:
         """What is about to run, where, and where its results go."""
