@@ -6,7 +6,10 @@ Compiles the whole step ahead of time, for TPUs by libtpu (`make libtpu`, PYTHON
 and an estimate of the time.
 """
 
+import contextlib
+import ctypes
 import dataclasses
+import gc
 import json
 import os
 import re
@@ -123,7 +126,7 @@ def compile_step(config: TrainConfig, devices: list[jax.Device]) -> tuple[Any, d
     step = make_step(config, optimizer, state)
     with jax.set_mesh(mesh):
         lowered = step.trace(state, batch).lower(lowering_platforms=(devices[0].platform,))
-        jax.clear_caches()  # the traces of a large model hold gigabytes
+        _free_traces()
         try:
             return lowered.compile(), given
         except jax.errors.JaxRuntimeError as error:
@@ -139,6 +142,14 @@ def compile_step(config: TrainConfig, devices: list[jax.Device]) -> tuple[Any, d
                 f"larger mesh.sequence (now {mesh.shape['sequence']}) or "
                 "optimizer.mu_dtype=bfloat16"
             ) from error
+
+
+def _free_traces() -> None:
+    """Gives the traces of a large model, several gigabytes, back to the system."""
+    jax.clear_caches()
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # not every C library has it
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _bytes_per_device(tree: Any) -> float:
