@@ -29,6 +29,7 @@ from train.run.mesh import AXES, MeshConfig, check_divides, make_mesh, mesh_size
 from train.run.metrics import count
 from train.run.program import abstract_batch, abstract_state, make_step
 from train.step.optimizer import make_optimizer
+from train.step.train_step import OPTIMIZER
 
 _TOPOLOGY = flags.DEFINE_string(
     "topology", "cpu:8", "Chips: cpu:8, v5e:16x16, v5p:16x16x32, v6e:16x16, tpu7x:4x4x4."
@@ -186,6 +187,7 @@ def figures(
         },
         "flops_per_step": flops,
         "sent_per_step": hlo.sent_by_kind(found),
+        "sent_by_optimizer": sum(one.sent for one in found if f"/{OPTIMIZER}/" in one.operation),
     }
     out["total"] = sum(out["memory"].values())
     chip, peak = CHIPS.get(topology.partition(":")[0]), PEAK_FLOPS.get(devices[0].device_kind)
@@ -217,6 +219,7 @@ def report(out: dict[str, Any]) -> None:
     print("sent by a chip in a step, GB, from the compiled text:")
     for name, size in sorted(out["sent_per_step"].items(), key=lambda item: -item[1]):
         print(f"  {name:<36}{size / 1e9:>10.3f}")
+    print(f"  {'of which by the optimizer':<36}{out['sent_by_optimizer'] / 1e9:>10.3f}")
     if "estimated_seconds" in out:
         print(
             f"estimate (roofline, nothing was run): compute at peak {out['compute_seconds']:.2f} s,"

@@ -25,6 +25,7 @@ from train.step.loss import LossConfig, LossSums, loss_sums
 from train.step.state import TrainState
 
 Metrics = dict[str, jax.Array]
+OPTIMIZER = "optimizer"  # the name scope of its operations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,9 +154,10 @@ def train_step(
     grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
-    updates, opt_state = optimizer.update(
-        grads, state.opt_state, state.params, specs=specs_here(model)
-    )
+    with jax.named_scope(OPTIMIZER):
+        updates, opt_state = optimizer.update(
+            grads, state.opt_state, state.params, specs=specs_here(model)
+        )
     params = optax.apply_updates(state.params, updates)
     num_real = jnp.sum(batch.segment_ids != 0, dtype=jnp.int32)
     balance = state.balance
