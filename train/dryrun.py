@@ -38,10 +38,11 @@ _MESH = flags.DEFINE_string("mesh", None, "Such as data=64,expert=64,sequence=2.
 _CONTEXT = flags.DEFINE_integer(
     "context", None, "Tokens of a row; the rows become fewer, so that a step has as many tokens."
 )
-_EFFORT = flags.DEFINE_float(
-    "effort",
-    -1.0,
-    "What XLA does for speed, -1 to 1: -1 compiles ten times faster than 0, a real run's default.",
+_LEVEL = flags.DEFINE_enum(
+    "optimization_level",
+    "O0",
+    ["O0", "O1", "O2", "O3"],
+    "What XLA does for speed: O0 compiles about ten times faster than O2, which is a real run's.",
 )
 _JSON = flags.DEFINE_string("json", None, "A file for the figures.")
 
@@ -235,7 +236,7 @@ def main(config: TrainConfig) -> None:
             raise ValueError(f"--json={_JSON.value} lies in no folder; try --json=dryrun.json")
         config = with_flags(config, _MESH.value, _CONTEXT.value)
         devices = devices_of(_TOPOLOGY.value)
-        jax.config.update("jax_exec_time_optimization_effort", _EFFORT.value)
+        jax.config.update("jax_optimization_level", _LEVEL.value)
         compiled, given = compile_step(config, devices)
     except (ValueError, NotImplementedError) as error:
         if os.environ.get("TESSERA_TRACEBACK"):
