@@ -119,11 +119,8 @@ def _totals(state: TrainState, batch: Batch, model: ModelConfig, config: StepCon
         return _Totals(grads, loss, aux_loss, stats)
 
     stats = {name: STATS_SPECS[name] for name in empty_stats(model.balance, 0, 0, 0)}
-    if not model.num_moe_layers:
-        stats = {}
-    return spread(on_device, (specs, TOKENS, P()), _Totals(specs, P(), P(), stats))(
-        state.params, batch, state.balance
-    )
+    run = spread(on_device, (specs, TOKENS, P()), _Totals(specs, P(), P(), stats))
+    return run(state.params, batch, state.balance)
 
 
 def train_step(
