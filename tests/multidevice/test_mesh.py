@@ -12,13 +12,14 @@ from tests.multidevice.mesh_program import ALL
 
 SPREAD = [s for s in ALL if s[1] > 1]
 TWO = [(2, 2, 2), (1, 4, 2)]
+THREE = [*TWO, (4, 2, 1)]
 
 
 CASES = {
     "gather": {},
     "one_document": {"documents": False, "sizes": [s for s in ALL if s[2] > 1]},
     "all_to_all": {"dispatches": ["all_to_all"], "sizes": SPREAD},
-    "ragged": {"dispatches": ["all_to_all"], "sizes": SPREAD, "remat": "full", "ragged": True},
+    "ragged": {"dispatches": ["all_to_all"], "sizes": THREE, "remat": "full", "ragged": True},
     "float32": {"dtype": "float32", "dispatches": ["gather", "all_to_all"], "sizes": TWO},
     "quantile": {"estimator": "quantile", "accumulation": 2, "sizes": TWO},
     "aux_loss": {"estimator": "aux_loss", "remat": "full", "chunk": 8, "sizes": TWO},
