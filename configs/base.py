@@ -49,7 +49,7 @@ def get_config() -> ConfigDict:
     mesh.sequence = 1  # the tokens of a row over sequence, large parameters over data and sequence
     mesh.cpu_devices = 1  # devices that JAX makes of the CPU, in each process
 
-    # By name, such as "v5p:16x16x16" (a topology) or "v5p:16x16x16/1048576" (and a context): fields
+    # By name, such as "v5p:16x16x32" (a topology) or "v5p:16x16x32/1048576" (and a context): fields
     # to be changed there; for --layout and train.dryrun.
     config.layouts = ConfigDict()
 

@@ -37,7 +37,8 @@ def vary_together(*arrays: jax.Array) -> tuple[jax.Array, ...]:
 
     Inside jax.shard_map a loop must carry what it was started with, and a custom gradient must vary
     like its input. Operators with either call this on their inputs; the gradient of an input that
-    was the same on all devices is then summed over them, as it must be. Outside it does nothing.
+    was the same on all devices is then summed over them, as it must be. Outside, and with
+    check_vma=False, where nothing is typed, it does nothing.
     """
     varying = [jax.typeof(x).manual_axis_type.varying for x in arrays]
     union = frozenset().union(*varying)

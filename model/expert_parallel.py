@@ -23,7 +23,7 @@ from kernels.numerics import platform
 from model.config import MoEConfig
 from model.dispatch import Plan, dispatch, make_plan, num_rows, undispatch
 from model.layers import at_least_float32
-from model.sharding import num_parts
+from model.sharding import Part, gather, num_parts
 
 AXIS = "expert"
 
@@ -87,7 +87,11 @@ def _room(config: MoEConfig, num_assignments: int, most: int) -> int:
 def _gathered(config: MoEConfig, experts: Experts, chosen: Chosen) -> tuple[jax.Array, jax.Array]:
     size = jax.lax.axis_size(AXIS)
     E = config.num_experts // size
-    every = jax.lax.all_gather(chosen, AXIS, tiled=True)
+    # The gradient of z, a sum over what all devices' experts say, is summed in fp32.
+    z_MR = chosen.z_MR
+    own = Part(z_MR.astype(at_least_float32(z_MR.dtype)), ((0, (AXIS,)),))
+    labels = jax.lax.all_gather(chosen[1:], AXIS, tiled=True)
+    every = Chosen(gather(own, z_MR.dtype), *labels)
     ids_MJ = every.expert_ids_MJ - jax.lax.axis_index(AXIS) * E
     M, J = ids_MJ.shape
     room = _room(config, M * J // size, M * min(J, E))

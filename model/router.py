@@ -52,7 +52,7 @@ def route(config: MoEConfig, scores_ME: jax.Array, bias_E: jax.Array) -> Routing
 
     # One more than needed: the runner-up is the token's cutoff (Eq. 14). The barrier keeps XLA from
     # merging the slices below into the top-k, which it then runs as a full sort (5x on a CPU). One
-    # barrier for each: XLA's partitioner aborts on one for the pair.
+    # barrier for each: outside model.sharding.spread XLA's partitioner aborts on one for the pair.
     top = jax.lax.top_k(jax.lax.stop_gradient(biased_ME), config.top_k + 1)
     top_values, top_ids = map(jax.lax.optimization_barrier, top)
     expert_ids_MJ = top_ids[:, :-1]

@@ -69,9 +69,14 @@ def total(x: T, axes: Sequence[str] = AXES) -> T:
     return jax.lax.psum(x, axes) if axes else x
 
 
+def axes_of(over: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes that an entry of a PartitionSpec, which unpacks a single one, stands for."""
+    return (over,) if isinstance(over, str) else over or ()
+
+
 def unused_axes(spec: P) -> tuple[str, ...]:
     """The mesh axes over which nothing lies: devices along them have the same."""
-    used = {axis for over in spec if over for axis in ((over,) if isinstance(over, str) else over)}
+    used = {axis for over in spec for axis in axes_of(over)}
     return tuple(axis for axis in AXES if axis not in used)
 
 
@@ -134,8 +139,7 @@ def part(value: jax.Array, shape: Sequence[int], axes: Sequence[str | None], min
     """The part `value` of a parameter of this shape; of experts a device needs no others."""
     here = sizes()
     spec = param_spec(shape, axes, here, min_size) if here else ()
-    # One axis in a tuple and the axis alone are the same to a PartitionSpec.
-    named = ((dim, (over,) if isinstance(over, str) else over) for dim, over in enumerate(spec))
+    named = ((dim, axes_of(over)) for dim, over in enumerate(spec))
     return Part(value, tuple((dim, over) for dim, over in named if over and over != ("expert",)))
 
 

@@ -92,7 +92,7 @@ def build(cls: type[T], values: Mapping[str, Any], path: str = "config") -> T:
         if name in values:
             works = None if field.default is dataclasses.MISSING else field.default
             arguments[name] = _convert(hints[name], values[name], f"{path}.{name}", works)
-        elif field.default is dataclasses.MISSING:
+        elif field.default is field.default_factory is dataclasses.MISSING:
             raise ValueError(f"{path}.{name} is missing; set it in the config file")
     return cls(**arguments)
 
@@ -148,5 +148,6 @@ _NAMES = {
     float: "a float",
     str: "a str",
     type(None): "None",
+    dict: "a group of fields",
 }
-_EXAMPLES = {bool: True, int: 16, float: 0.1, str: "a name"}
+_EXAMPLES = {bool: True, int: 16, float: 0.1, str: "a name", dict: {}}

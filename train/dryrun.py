@@ -132,6 +132,11 @@ def compile_step(config: TrainConfig, devices: list[jax.Device]) -> tuple[Any, d
         try:
             return lowered.compile(), given
         except jax.errors.JaxRuntimeError as error:
+            if "Ragged all-to-all is currently not supported" in str(error):
+                raise ValueError(
+                    "libtpu has no ragged exchange for this slice (model.moe.dispatch="
+                    f"{config.model.moe.dispatch}); try model.moe.dispatch=even_all_to_all"
+                ) from error
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             sizes = re.findall(r"\(?([\d.]+)G\)?", str(error))

@@ -34,7 +34,8 @@ def run(main: Callable[[TrainConfig], None], layouts: Callable[[], Sequence[str]
 
     layouts: names of layouts, of which the first that the config has is taken without --layout.
     """
-    flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS["config"])  # for --help
+    for name in ("config", "layout"):  # for --help
+        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
     logging.set_verbosity(logging.WARNING)  # below that, orbax alone tells fifty lines a save
 
     def start(argv: Sequence[str]) -> None:
@@ -72,12 +73,7 @@ def load_config(
     if argument is None and stray:
         raise ValueError(f"{stray[0]!r} is no flag; {_meant(stray[0], '')}")
     values = _read(argument)
-    layouts = values.get("layouts", {})
-    if layout is not None and layout not in layouts:
-        known = ", ".join(layouts) or "none"
-        raise ValueError(f"--layout={layout} is none of the config's layouts; there are {known}")
-    for name in [layout] if layout else [name for name in likely if name in layouts][:1]:
-        values = _merge(values, layouts[name])
+    values = _merge(values, _layout(values.get("layouts"), layout, likely))
     for override in overrides:
         name, equals, text = override.lstrip("-").partition("=")
         if not equals or not override.startswith(("-config.", "--config.")):
@@ -87,6 +83,19 @@ def load_config(
             nested = {key: nested}
         values = _merge(values, nested)
     return build(TrainConfig, values)
+
+
+def _layout(layouts: Any, layout: str | None, likely: Sequence[str]) -> dict[str, Any]:
+    """The fields of the layout that is asked for, or of the first likely one."""
+    layouts = layouts or {}
+    if not isinstance(layouts, dict) or not all(isinstance(x, dict) for x in layouts.values()):
+        raise ValueError(f"config.layouts={layouts!r} must be groups of fields by name; try {{}}")
+    if layout is None:
+        return next((layouts[name] for name in likely if name in layouts), {})
+    if layout not in layouts:
+        known = ", ".join(layouts) or "none"
+        raise ValueError(f"--layout={layout} is none of the config's layouts; there are {known}")
+    return layouts[layout]
 
 
 def _meant(name: str, text: str) -> str:

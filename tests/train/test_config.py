@@ -220,3 +220,15 @@ def test_layouts_change_what_they_name():
             load_config(f"configs/{file}.py", layout=name)
     with pytest.raises(ValueError, match="none of the config's layouts; there are v5p"):
         load_config("configs/k3_2p8t.py", layout="v5p")
+
+
+def test_layouts_are_groups_of_fields(tmp_path):
+    values = tiny.get_config().to_dict()
+    del values["layouts"]
+    assert build(TrainConfig, values).layouts == {}
+    with pytest.raises(ValueError, match=r"config\.layouts='foo' must be a group of fields"):
+        load_config("configs/tiny.py", ["--config.layouts=foo"])
+    file = tmp_path / "x.py"
+    file.write_text("def get_config():\n    return {'layouts': {'a': 'remat'}}\n")
+    with pytest.raises(ValueError, match="must be groups of fields by name"):
+        load_config(str(file), layout="a")

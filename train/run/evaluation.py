@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from model.balance import Balance
 from model.config import ModelConfig
-from model.sharding import TOKENS, spread, total
+from model.sharding import ROWS, TOKENS, spread, total
 from model.transformer import Params, Transformer, head_part, specs_here, unembed
 from train.data.batch import Batch
 from train.step.loss import LossConfig, loss_sums
@@ -56,13 +56,20 @@ def _next_token(
     model: ModelConfig,
 ) -> jax.Array:
     """The likeliest token after position `last`; later positions are never looked at."""
+    # A mesh spreads rows, so there is one for every device along ROWS. Only the first holds
+    # anything but padding, which would take room from others where experts have little.
+    mesh = jax.sharding.get_abstract_mesh()
+    rows = math.prod(mesh.shape.get(axis, 1) for axis in ROWS)
+    tokens_BT = jnp.tile(tokens_T[None], (rows, 1))
+    ids_BT = jnp.zeros_like(tokens_BT).at[0].set(jnp.arange(tokens_T.size) <= last)
 
-    def on_device(params: Params, tokens_BT: jax.Array, balance: Balance) -> jax.Array:
-        return Transformer(model).apply({"params": params}, tokens_BT, None, balance)[0]
+    def on_device(
+        params: Params, tokens_BT: jax.Array, ids_BT: jax.Array, balance: Balance
+    ) -> jax.Array:
+        return Transformer(model).apply({"params": params}, tokens_BT, ids_BT, balance)[0]
 
-    row = P(None, "sequence")  # one, the same on all devices along the other axes
-    run = spread(on_device, (specs_here(model), row, P()), row)
-    hidden_BTD = run(params, tokens_T[None], balance)
+    run = spread(on_device, (specs_here(model), TOKENS, TOKENS, P()), TOKENS)
+    hidden_BTD = run(params, tokens_BT, ids_BT, balance)
     return jnp.argmax(unembed(params, hidden_BTD[:1, last][:, None])[0, 0])
 
 

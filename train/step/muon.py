@@ -10,7 +10,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
-from model.sharding import num_parts, spread
+from model.sharding import axes_of, num_parts, spread
 
 Params = Any
 
@@ -60,7 +60,7 @@ def scale_by_muon(
         ahead = optax.tree.bias_correction(mu, momentum, count + 1)
         now = optax.tree.bias_correction(updates, momentum, count)
         mixed = jax.tree.map(lambda m, g: momentum * m + (1 - momentum) * g, ahead, now)
-        lies = dict(jax.tree_util.tree_leaves_with_path(specs, is_leaf=_is_spec))
+        lies = dict(jax.tree_util.tree_leaves_with_path(specs, is_leaf=lambda x: isinstance(x, P)))
 
         def direction(path: tuple, x: jax.Array, axes: MuonDimensionNumbers) -> jax.Array:
             matrix = _axes(axes, x.ndim)
@@ -72,10 +72,6 @@ def scale_by_muon(
         return out, MuonState(count, optax.tree.cast(mu, mu_dtype))
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, P)
 
 
 def _axes(axes: MuonDimensionNumbers, ndim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -99,13 +95,13 @@ def orthogonalised(
     """
     batch = tuple(axis for axis in range(x.ndim) if axis not in reduction + output)
     order = batch + reduction + output
-    cuts = [
-        (dim, spec[axis])
+    cuts = (
+        (dim, axes_of(spec[axis]))
         for dim, group in enumerate((reduction, output), 1)
         for axis in group
         if axis < len(spec) and spec[axis]
-    ]
-    cut = cuts[0] if cuts else None
+    )
+    cut = next(cuts, None)
 
     def on_device(x: jax.Array) -> jax.Array:
         m, n = (math.prod(x.shape[axis] for axis in group) for group in (reduction, output))
@@ -117,10 +113,10 @@ def orthogonalised(
     return spread(on_device, spec, spec)(x)
 
 
-def _dealt(matrices_NXY: jax.Array, dim: int, over: str | tuple[str, ...]) -> jax.Array:
+def _dealt(matrices_NXY: jax.Array, dim: int, over: tuple[str, ...]) -> jax.Array:
     """Newton-Schulz on matrices of which a dim lies over mesh axes."""
-    number, parts = matrices_NXY.shape[0], num_parts((over,) if isinstance(over, str) else over)
-    padded = jnp.pad(matrices_NXY, ((0, -number % parts), (0, 0), (0, 0)))
+    number = matrices_NXY.shape[0]
+    padded = jnp.pad(matrices_NXY, ((0, -number % num_parts(over)), (0, 0), (0, 0)))
     whole = jax.lax.all_to_all(padded, over, 0, dim, tiled=True)
     return jax.lax.all_to_all(_newton_schulz(whole), over, dim, 0, tiled=True)[:number]
 
